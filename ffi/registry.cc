@@ -1,0 +1,86 @@
+// The table of handlers and the library's C entry points: all that is exported. xla_lamb/library.py calls them.
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+
+#include "ffi/api.h"
+#include "ffi/handlers.h"
+#include "ffi/kernel.h"
+
+#define XLA_LAMB_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Entry {
+  const char* name;
+  const char* platform;  // as XLA spells it: "Host" or "CUDA"
+  XLA_FFI_Handler* handler;
+};
+
+constexpr Entry kEntries[] = {
+    {"xla_lamb_step", "Host", &xla_lamb::StepOnCpu},
+    {"xla_lamb_moments", "Host", &xla_lamb::MomentsOnCpu},
+    {"xla_lamb_apply", "Host", &xla_lamb::ApplyOnCpu},
+    {"xla_lamb_grad_norm", "Host", &xla_lamb::GradNormOnCpu},
+};
+
+XLA_FFI_ByteSpan Span(const char* text) { return {text, std::strlen(text)}; }
+
+}  // namespace
+
+// Counts the changes of operands, results and attributes; library.py refuses a library that speaks another one.
+XLA_LAMB_EXPORT int xla_lamb_interface() { return 1; }
+
+// The XLA FFI version that the handlers report.
+XLA_LAMB_EXPORT int xla_lamb_ffi_major() { return XLA_FFI_API_MAJOR; }
+XLA_LAMB_EXPORT int xla_lamb_ffi_minor() { return XLA_FFI_API_MINOR; }
+
+XLA_LAMB_EXPORT const char* xla_lamb_instruction_set() { return xla_lamb::InstructionSet(); }
+
+// Row i of the table; false when there is none.
+XLA_LAMB_EXPORT bool xla_lamb_handler(int i, const char** name, const char** platform, void** handler) {
+  if (i < 0 || i >= static_cast<int>(sizeof(kEntries) / sizeof(kEntries[0]))) return false;
+  *name = kEntries[i].name;
+  *platform = kEntries[i].platform;
+  *handler = reinterpret_cast<void*>(kEntries[i].handler);
+  return true;
+}
+
+// The version of a framework's XLA FFI.
+XLA_LAMB_EXPORT void xla_lamb_api_version(const XLA_FFI_Api* api, int* major, int* minor) {
+  *major = api->api_version.major_version;
+  *minor = api->api_version.minor_version;
+}
+
+// Registers the table's row i through any framework's API. Returns true, or false with the framework's reason in `reason`.
+XLA_LAMB_EXPORT bool xla_lamb_register(const XLA_FFI_Api* api, int i, char* reason, size_t reason_size) {
+  const char *name, *platform;
+  void* handler;
+  if (!xla_lamb_handler(i, &name, &platform, &handler)) {
+    std::snprintf(reason, reason_size, "there is no handler %d", i);
+    return false;
+  }
+  // The struct has grown with XLA's versions. Zeros behind ours make it long enough for a framework with newer headers, and an older
+  // one reads the part that it knows.
+  struct {
+    XLA_FFI_Handler_Register_Args args;
+    char zeros[128];
+  } padded = {};
+  XLA_FFI_Handler_Register_Args& args = padded.args;
+  args.struct_size = sizeof(padded);
+  args.name = Span(name);
+  args.platform = Span(platform);
+  args.bundle.execute = kEntries[i].handler;
+  XLA_FFI_Error* error = api->XLA_FFI_Handler_Register(&args);
+  if (error == nullptr) return true;
+  XLA_FFI_Error_GetMessage_Args message = {};
+  message.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;
+  message.error = error;
+  api->XLA_FFI_Error_GetMessage(&message);
+  std::snprintf(reason, reason_size, "%s", message.message);
+  XLA_FFI_Error_Destroy_Args destroy = {};
+  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  destroy.error = error;
+  api->XLA_FFI_Error_Destroy(&destroy);
+  return false;
+}

@@ -1,0 +1,35 @@
+"""LAMB, the layer-wise adaptive optimizer for large-batch training, as one fused XLA custom call.
+
+    config.py      variants of LAMB and their hyper-parameters
+    reference.py   the step in jnp: the specification
+    step.py        the step as used: custom call or reference, by platform
+    library.py     finds the shared library and registers its handlers
+    optax.py       xla_lamb.lamb, for JAX
+    tensorflow.py  lamb_step on tf.Variables
+    doctor.py      python -m xla_lamb doctor
+
+Importing this package starts neither JAX nor TensorFlow: what needs them is loaded when it is first used.
+"""
+
+import importlib
+
+from xla_lamb.config import VARIANTS, Variant, variant
+
+__version__ = "0.1.0"
+__all__ = ["Lamb", "StepStats", "VARIANTS", "Variant", "lamb", "variant"]
+
+_LAZY = {"lamb": "xla_lamb.optax", "Lamb": "xla_lamb.optax", "StepStats": "xla_lamb.optax"}
+
+
+def __getattr__(name):
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    if name in ("optax", "tensorflow"):
+        return importlib.import_module(f"xla_lamb.{name}")
+    raise AttributeError(f"module 'xla_lamb' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,313 @@
+"""LAMB for JAX: an optax transformation that can also take the whole step in place."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from xla_lamb import config, reference
+from xla_lamb import step as fused
+from xla_lamb.config import Variant
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+class StepStats(NamedTuple):
+    """What a step can tell.
+
+    Attributes:
+      trust: a tree like the parameters; for each tensor [*layer_shape, 3], float32 (float64 for float64 parameters): |p|, |u| and the
+        trust ratio that the step used; 0 where it was skipped.
+      grad_norm: the global norm of the scaled gradients before clipping, or None if nothing asked for it.
+      skipped: boolean scalar.
+    """
+
+    trust: Any
+    grad_norm: Any
+    skipped: Any
+
+
+class Lamb(optax.GradientTransformationExtraArgs):
+    """What `lamb` returns: an optax transformation, the pair (init, update), that has `step` too.
+
+    Attributes:
+      init: ``init(params) -> state``; the state has the tree of ``optax.lamb(...).init(params)``.
+      update: ``update(grads, state, params, *, grad_scale=None, skip=None) -> (updates, state)``, to add to the parameters, as in optax.
+      step: ``step(grads, state, params, *, grad_scale=None, skip=None, stats=False) -> (params, state)`` or, with ``stats=True``,
+        ``(params, state, StepStats)``. Under ``jax.jit(opt.step, donate_argnums=(1, 2))`` it works in place.
+        grad_scale: scalar that multiplies the gradients, for instance 1 / loss scale. skip: boolean scalar; where it is True nothing
+        changes, the count included.
+    """
+
+    def __new__(cls, init: Callable, update: Callable, step: Callable):
+        self = super().__new__(cls, init, update)
+        self.step = step
+        return self
+
+
+def lamb(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = None,
+    eps_root: Any = 0.0,
+    weight_decay: Any = None,
+    mask: Any = None,
+    *,
+    variant: str | Variant = "optax",
+    adapt_mask: Any = None,
+    layer_axes: Any = None,
+    max_grad_norm: Any = None,
+    nonfinite: str = "propagate",
+    bias_correction: str | None = None,
+    ratio_bounds: tuple[float, float] | None = None,
+    norm_bounds: tuple[float, float] | None = None,
+    moment_dtype: Any = None,
+    implementation: str | None = None,
+) -> Lamb:
+    """LAMB (You et al. 2020, arXiv:1904.00962). The formula is in `xla_lamb.Variant`; the default is that of `optax.lamb`.
+
+    Parameters may be float32, bfloat16, float16 or float64, gradients of any of these types. Arithmetic is in float32 at least.
+
+    Args:
+      learning_rate: number, traced scalar, or schedule: a function of the number of steps taken.
+      b1, b2: decay rates of the first and the second moment, in [0, 1).
+      eps: added to the root of the second moment. None: the variant's own (1e-6 for "optax").
+      eps_root: added to the second moment inside the root.
+      weight_decay: number, traced scalar or schedule. None: the variant's own (0 for "optax").
+      mask: the tensors that decay: a tree of bools like the parameters, a prefix of it, or a function of the parameters that
+        returns one. None: all.
+      variant: the definition of LAMB: a name in `xla_lamb.VARIANTS` or a `xla_lamb.Variant`.
+      adapt_mask: like `mask`, the tensors that a trust ratio scales. None: as the variant says.
+      layer_axes: how many leading axes of a tensor index independent layers, each with a trust ratio of its own (layers stacked for
+        `lax.scan`, experts): an int, a tree of ints, a prefix of it, or a function of the parameters. None: 0.
+      max_grad_norm: global norm of all gradients above which they are scaled down to it. None: the variant's own (none for "optax").
+      nonfinite: what an infinite or NaN gradient does: "propagate" into its tensor, or "skip" the whole step.
+      bias_correction, ratio_bounds, norm_bounds: instead of the variant's.
+      moment_dtype: storage type of the moments, "bfloat16" or "float32". None: float32, or float64 with float64 parameters.
+      implementation: "auto" takes the fused kernel where there is one, "fused" insists on it, "reference" never uses it. None: what
+        the environment variable XLA_LAMB_IMPLEMENTATION says, else "auto".
+
+    Returns:
+      A `Lamb`.
+
+    Raises:
+      ValueError: for a value that cannot be meant; with the value.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, xla_lamb
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> opt = xla_lamb.lamb(1e-3, weight_decay=0.01, mask={"w": True, "b": False})
+      >>> state = opt.init(params)
+      >>> step = jax.jit(opt.step, donate_argnums=(1, 2))
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> params, state = step(grads, state, params)
+    """
+    variant = config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds)
+    eps = variant.eps if eps is None else eps
+    weight_decay = variant.weight_decay if weight_decay is None else weight_decay
+    max_grad_norm = variant.max_grad_norm if max_grad_norm is None else max_grad_norm
+    config.check_hyperparameters(
+        learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+    )
+    config.check_nonfinite(nonfinite)
+    options = fused.Options(config.implementation(implementation))
+    moment_dtype = _check_moment_dtype(moment_dtype)
+    # Only for its state, whose tree ours has to have in every version of optax.
+    peer = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, mask)
+
+    def init(params):
+        _check_float("parameter", params)
+        state = peer.init(params)
+        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_moment_dtype(p.dtype, moment_dtype)), params)
+        return (state[0]._replace(mu=zeros(), nu=zeros()), *state[1:])
+
+    def transform(grads, state, params, emit_updates, grad_scale, skip):
+        if params is None:
+            raise ValueError("LAMB needs the parameters: call update(grads, state, params)")
+        adam = _adam_state(state)
+        _check_float("parameter", params)
+        _check_alike(params, grads, "gradient")
+        _check_alike(params, adam.mu, "first moment in the state")
+        _check_alike(params, adam.nu, "second moment in the state")
+        _check_float("gradient", grads)
+        leaves, tree = jax.tree.flatten(params)
+        gradients = tree.flatten_up_to(grads)
+        first, second = tree.flatten_up_to(adam.mu), tree.flatten_up_to(adam.nu)
+
+        decays = _per_tensor("mask", mask, params, True, bool)
+        adapts = _per_tensor("adapt_mask", adapt_mask, params, None, bool)
+        spec = reference.Spec(
+            decays=decays,
+            adapts=adapt_flags(variant, decays, adapts),
+            layer_axes=_check_layer_axes(params, _per_tensor("layer_axes", layer_axes, params, 0, int)),
+            decay=variant.decay,
+            norm_bounds=variant.norm_bounds,
+            ratio_bounds=variant.ratio_bounds,
+            emit_updates=emit_updates,
+        )
+        scale, skipped, norm = gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options)
+        decay_count, rate_count = (_schedule_count(s, adam.count) for s in (state[1], state[-1]))
+        count = _increment(adam.count, skipped)
+        scalars = reference.scalars(
+            count=_increment(adam.count, False),
+            learning_rate=learning_rate(rate_count) if callable(learning_rate) else learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            eps_root=eps_root,
+            weight_decay=weight_decay(decay_count) if callable(weight_decay) else weight_decay,
+            grad_scale=scale,
+            skip=skipped,
+            decay=variant.decay,
+            bias_correction=variant.bias_correction,
+        )
+        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options)
+        adam = adam._replace(count=count, mu=tree.unflatten(first), nu=tree.unflatten(second))
+        state = (adam, *(_advance(s, skipped) for s in state[1:]))
+        stats = StepStats(tree.unflatten(trust), norm, jnp.asarray(skipped, bool))
+        return tree.unflatten(outputs), state, stats
+
+    def update(updates, state, params=None, *, grad_scale=None, skip=None, **extra_args):
+        del extra_args  # meant for other transformations of a chain
+        updates, state, _ = transform(updates, state, params, True, grad_scale, skip)
+        return updates, state
+
+    def step(grads, state, params, *, grad_scale=None, skip=None, stats=False):
+        params, state, told = transform(grads, state, params, False, grad_scale, skip)
+        return (params, state, told) if stats else (params, state)
+
+    return Lamb(init, update, step)
+
+
+def adapt_flags(variant: Variant, decays, adapts) -> tuple[int, ...]:
+    """reference.NEVER, ALWAYS or WHERE_DECAYED for each tensor; `adapts` holds None where the user said nothing."""
+    default = {
+        "all": lambda decay: reference.ALWAYS,
+        "decay_mask": lambda decay: reference.ALWAYS if decay else reference.NEVER,
+        "decayed": lambda decay: reference.WHERE_DECAYED if decay else reference.NEVER,
+    }[variant.adapt]
+    said = {True: reference.ALWAYS, False: reference.NEVER}
+    return tuple(default(decay) if adapt is None else said[adapt] for decay, adapt in zip(decays, adapts))
+
+
+def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options):
+    """(scale, skip, norm): what the step multiplies the gradients by, whether it changes nothing, and the norm if it was needed."""
+    scale = 1.0 if grad_scale is None else grad_scale
+    skipped = False if skip is None else jnp.asarray(skip, bool)
+    if max_grad_norm is None and nonfinite == "propagate":
+        return scale, skipped, None
+    norm, finite = fused.grad_norm(gradients, options)
+    norm = norm * jnp.abs(jnp.asarray(scale, norm.dtype))
+    if max_grad_norm is not None:
+        clip = jnp.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
+        # A norm that is not a number must not zero the finite part of the gradients: the whole step shows it.
+        scale = scale * jnp.where(finite, clip, jnp.nan)
+    if nonfinite == "skip":
+        skipped = skipped | ~finite
+    return scale, skipped, norm
+
+
+def _increment(count, skipped):
+    # Saturates: a wrapped count would make the bias corrections negative.
+    return jnp.where(jnp.asarray(skipped, bool) | (count == _INT32_MAX), count, count + 1)
+
+
+def _has(state, field: str) -> bool:
+    return field in getattr(state, "_fields", ())  # hasattr would find tuple.count
+
+
+def _schedule_count(state, default):
+    """The count of a schedule of optax, which a mask may wrap; `default` where there is no schedule."""
+    state = state.inner_state if _has(state, "inner_state") else state
+    return state.count if _has(state, "count") else default
+
+
+def _advance(state, skipped):
+    """The state of a schedule of optax, one step on."""
+    if _has(state, "inner_state"):
+        return state._replace(inner_state=_advance(state.inner_state, skipped))
+    if _has(state, "count"):
+        return state._replace(count=_increment(state.count, skipped))
+    return state
+
+
+def _adam_state(state) -> optax.ScaleByAdamState:
+    if isinstance(state, tuple) and state and isinstance(state[0], optax.ScaleByAdamState):
+        return state[0]
+    raise ValueError(
+        f"this is not the state of LAMB: expected what init(params) returns, a tuple that begins with ScaleByAdamState, not {type(state).__name__}"
+        + (f" of {type(state[0]).__name__}" if isinstance(state, (tuple, list)) and state else "")
+    )
+
+
+def _moment_dtype(param_dtype, asked):
+    return asked or reference.arithmetic_dtype(param_dtype)
+
+
+def _check_moment_dtype(dtype):
+    if dtype is None:
+        return None
+    dtype = np.dtype(dtype if not isinstance(dtype, str) or dtype != "bfloat16" else jnp.bfloat16)
+    if dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        raise ValueError(f"moment_dtype must be 'bfloat16' or 'float32', not {dtype.name!r}")
+    return dtype
+
+
+def _check_float(what: str, tree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        name = np.dtype(dtype).name if dtype is not None else type(leaf).__name__
+        if name not in fused.FLOATS:
+            raise TypeError(f"{what} {_name(path)} must be an array of {', '.join(fused.FLOATS)}, not {name}")
+
+
+def _check_alike(params, other, what: str) -> None:
+    """Raises if `other` has not the parameters' tree and shapes."""
+    ours = jax.tree_util.tree_flatten_with_path(params)
+    theirs = jax.tree_util.tree_flatten_with_path(other)
+    if ours[1] != theirs[1]:
+        known, given = {_name(p) for p, _ in ours[0]}, {_name(p) for p, _ in theirs[0]}
+        missing, unknown = sorted(known - given), sorted(given - known)
+        details = [f"{len(names)} {text}: {', '.join(names[:5])}" for names, text in ((missing, "missing"), (unknown, "unknown")) if names]
+        raise ValueError(
+            f"the tree of the {what}s is not that of the parameters" + (f" ({'; '.join(details)})" if details else f": {theirs[1]} against {ours[1]}")
+        )
+    for (path, p), (_, x) in zip(ours[0], theirs[0]):
+        if np.shape(p) != np.shape(x):
+            raise ValueError(f"the {what} of {_name(path)} has shape {np.shape(x)}, the parameter {np.shape(p)}")
+
+
+def _per_tensor(name: str, value, params, default, kind) -> tuple:
+    """One bool or int for each tensor, from a tree, a prefix, a function of the parameters, or None."""
+    if callable(value):
+        value = value(params)
+    if value is None:
+        value = default
+        if value is None:
+            return (None,) * len(jax.tree.leaves(params))
+    try:
+        spread = jax.tree.map(lambda leaf, part: [leaf] * len(jax.tree.leaves(part)), value, params)
+    except ValueError as error:
+        raise ValueError(f"{name} must have the parameters' tree, or be a prefix of it: {error}") from None
+    leaves = jax.tree.leaves(spread)
+    good = (bool, np.bool_) if kind is bool else (int, np.integer)
+    for leaf in leaves:
+        if not isinstance(leaf, good) or (kind is int and isinstance(leaf, bool)):
+            raise TypeError(f"{name} must hold {kind.__name__}s that are known when the program is traced, not {leaf!r}")
+    return tuple(kind(leaf) for leaf in leaves)
+
+
+def _check_layer_axes(params, axes: tuple[int, ...]) -> tuple[int, ...]:
+    for (path, leaf), count in zip(jax.tree_util.tree_leaves_with_path(params), axes):
+        if not 0 <= count <= np.ndim(leaf):
+            raise ValueError(f"layer_axes of {_name(path)} is {count}, but its shape is {np.shape(leaf)}")
+    return axes
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path) or "(the only one)"
