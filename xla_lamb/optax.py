@@ -38,14 +38,25 @@ class Lamb(optax.GradientTransformationExtraArgs):
       init: ``init(params) -> state``; the state has the tree of ``optax.lamb(...).init(params)``.
       update: ``update(grads, state, params, *, grad_scale=None, skip=None) -> (updates, state)``, to add to the parameters, as in optax.
       step: ``step(grads, state, params, *, grad_scale=None, skip=None, stats=False) -> (params, state)`` or, with ``stats=True``,
-        ``(params, state, StepStats)``. Under ``jax.jit(opt.step, donate_argnums=(1, 2))`` it works in place.
-        grad_scale: scalar that multiplies the gradients, for instance 1 / loss scale. skip: boolean scalar; where it is True nothing
-        changes, the count included.
+        ``(params, state, StepStats)``. grad_scale: scalar that multiplies the gradients, for instance 1 / loss scale. skip: boolean
+        scalar; where it is True nothing changes, the count included.
+      donated_step: ``step``, compiled, and in place: it takes the buffers of ``state`` and ``params``, which cannot be used again.
+
+    To take a step in place inside a jitted function of your own, donate parameters and state and return them in that order, for
+    instance ``jax.jit(train_step, donate_argnums=(0, 1))`` of ``train_step(params, state, batch) -> (params, state, loss)``. JAX gives
+    each donated buffer to the first result of its shape: donated as (state, params), the order of ``step``'s arguments, moments and
+    parameters would trade places, and XLA would have to copy every one of them.
     """
 
     def __new__(cls, init: Callable, update: Callable, step: Callable):
         self = super().__new__(cls, init, update)
         self.step = step
+        ordered = jax.jit(
+            lambda params, state, grads, extra, stats: step(grads, state, params, stats=stats, **extra),
+            donate_argnums=(0, 1),
+            static_argnums=4,
+        )
+        self.donated_step = lambda grads, state, params, *, stats=False, **extra: ordered(params, state, grads, extra, stats)
         return self
 
 
@@ -103,9 +114,8 @@ def lamb(
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
       >>> opt = xla_lamb.lamb(1e-3, weight_decay=0.01, mask={"w": True, "b": False})
       >>> state = opt.init(params)
-      >>> step = jax.jit(opt.step, donate_argnums=(1, 2))
       >>> grads = jax.tree.map(jnp.ones_like, params)
-      >>> params, state = step(grads, state, params)
+      >>> params, state = opt.donated_step(grads, state, params)
     """
     variant = config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds)
     eps = variant.eps if eps is None else eps
@@ -126,7 +136,7 @@ def lamb(
         zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_moment_dtype(p.dtype, moment_dtype)), params)
         return (state[0]._replace(mu=zeros(), nu=zeros()), *state[1:])
 
-    def transform(grads, state, params, emit_updates, grad_scale, skip):
+    def transform(grads, state, params, emit_updates, grad_scale, skip, stats=False):
         if params is None:
             raise ValueError("LAMB needs the parameters: call update(grads, state, params)")
         adam = _adam_state(state)
@@ -166,11 +176,11 @@ def lamb(
             decay=variant.decay,
             bias_correction=variant.bias_correction,
         )
-        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options)
+        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options, stats)
         adam = adam._replace(count=count, mu=tree.unflatten(first), nu=tree.unflatten(second))
         state = (adam, *(_advance(s, skipped) for s in state[1:]))
-        stats = StepStats(tree.unflatten(trust), norm, jnp.asarray(skipped, bool))
-        return tree.unflatten(outputs), state, stats
+        told = StepStats(tree.unflatten(trust), norm, jnp.asarray(skipped, bool)) if stats else None
+        return tree.unflatten(outputs), state, told
 
     def update(updates, state, params=None, *, grad_scale=None, skip=None, **extra_args):
         del extra_args  # meant for other transformations of a chain
@@ -178,7 +188,7 @@ def lamb(
         return updates, state
 
     def step(grads, state, params, *, grad_scale=None, skip=None, stats=False):
-        params, state, told = transform(grads, state, params, False, grad_scale, skip)
+        params, state, told = transform(grads, state, params, False, grad_scale, skip, stats)
         return (params, state, told) if stats else (params, state)
 
     return Lamb(init, update, step)

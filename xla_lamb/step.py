@@ -50,18 +50,19 @@ class Options:
     framework: str = "jax"
 
 
-def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, options: Options = Options()):
+def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, options: Options = Options(), trust: bool = True):
     """One LAMB step over lists of N tensors of any types.
 
     Args:
       scalars: by name, from reference.scalars.
       params, grads, first, second: lists of N arrays; the i-th of each have one shape.
       spec: for these N tensors.
+      trust: whether to return the trust ratios; thousands of slices cost time to trace and compile.
 
     Returns:
-      (outputs, new first moments, new second moments, trust), lists of N; trust[i] is [*layer_shape, 3]: |p|, |u| and the ratio.
+      (outputs, new first moments, new second moments, trust), lists of N; trust[i] is [*layer_shape, 3]: |p|, |u| and the ratio, or None.
     """
-    outputs, new_first, new_second, trust = ([None] * len(params) for _ in range(4))
+    outputs, new_first, new_second, ratios = ([None] * len(params) for _ in range(4))
     for indices in _by_types(params, grads, first, second):
         pick = lambda values: [values[i] for i in indices]
         part = spec.select(indices)
@@ -70,11 +71,10 @@ def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, opti
         results = lamb_p.bind(
             vector, *pick(params), *pick(grads), *pick(first), *pick(second), part="step", spec=part, dtype=None, options=options
         )
-        tables = _split(results[-1], [p.shape for p in pick(params)], part)
+        tables = _split(results[-1], [p.shape for p in pick(params)], part) if trust else [None] * n
         for k, i in enumerate(indices):
-            outputs[i], new_first[i], new_second[i] = results[k], results[n + k], results[2 * n + k]
-            trust[i] = tables[k]
-    return outputs, new_first, new_second, trust
+            outputs[i], new_first[i], new_second[i], ratios[i] = results[k], results[n + k], results[2 * n + k], tables[k]
+    return outputs, new_first, new_second, ratios
 
 
 def grad_norm(grads, options: Options = Options()) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,310 @@
+"""LAMB on tf.Variables: the very lowering of the JAX step, in place, eagerly, in a tf.function and under jit_compile=True.
+
+The step is exported from JAX once for each signature, as one StableHLO module for all platforms, and run by TensorFlow's
+XlaCallModule. Importing this module registers the kernels, so that a SavedModel that holds a step can be called.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla as tfxla
+
+from xla_lamb import config, library
+from xla_lamb.config import Variant
+
+library.why_not("tensorflow", "cpu")
+library.why_not("tensorflow", "cuda")
+
+_FLOATS = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
+# As JAX and as XlaCallModule spell them.
+_PLATFORMS = {"cpu": "CPU", "cuda": "CUDA", "rocm": "ROCM", "tpu": "TPU"}
+_HYPERPARAMETERS = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "grad_scale", "max_grad_norm")
+
+
+class StepStats(NamedTuple):
+    """What a step can tell.
+
+    Attributes:
+      trust: for each variable a float32 (for float64 variables float64) tensor [*layer_shape, 3]: |p|, |u| and the trust ratio; 0 where
+        the step was skipped.
+      grad_norm: the global norm of the scaled gradients before clipping, or None if nothing asked for it.
+      skipped: boolean scalar.
+    """
+
+    trust: list[tf.Tensor]
+    grad_norm: tf.Tensor | None
+    skipped: tf.Tensor
+
+
+class LambState(tf.Module):
+    """Moments and the number of steps taken, for a fixed list of variables, in its order. A tf.Module: tf.train.Checkpoint saves it.
+
+    Attributes:
+      iterations: int64 scalar variable.
+      first_moments, second_moments: lists of variables with the shapes of the list's variables.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], moment_dtype: Any = None, name: str = "lamb"):
+        super().__init__(name=name)
+        asked = None if moment_dtype is None else tf.as_dtype(moment_dtype)
+        if asked not in (None, tf.float32, tf.bfloat16):
+            raise ValueError(f"moment_dtype must be 'bfloat16' or 'float32', not {asked.name!r}")
+
+        def zeros(v, slot):
+            dtype = asked or (tf.float64 if v.dtype.base_dtype == tf.float64 else tf.float32)
+            return tf.Variable(tf.zeros(v.shape, dtype), trainable=False, name=f"{v.name.split(':')[0]}/{slot}")
+
+        for v in variables:
+            _check_float("variable", v.name, v.dtype)
+        self.iterations = tf.Variable(0, dtype=tf.int64, trainable=False, name="iterations")
+        self.first_moments = [zeros(v, "m") for v in variables]
+        self.second_moments = [zeros(v, "v") for v in variables]
+
+
+def init_state(variables: Sequence[tf.Variable], moment_dtype: Any = None) -> LambState:
+    """Zero moments for `variables`: float32, float64 for float64 variables, or bfloat16 by request."""
+    return LambState(_values(variables), moment_dtype)
+
+
+def lamb_step(
+    variables: Sequence[tf.Variable],
+    gradients: Sequence[Any],
+    state: LambState,
+    learning_rate: Any,
+    *,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = None,
+    eps_root: Any = 0.0,
+    weight_decay: Any = None,
+    decay_mask: Sequence[bool] | None = None,
+    adapt_mask: Sequence[bool] | None = None,
+    layer_axes: Sequence[int] | int | None = None,
+    variant: str | Variant = "optax",
+    bias_correction: str | None = None,
+    ratio_bounds: tuple[float, float] | None = None,
+    norm_bounds: tuple[float, float] | None = None,
+    max_grad_norm: Any = None,
+    nonfinite: str = "propagate",
+    grad_scale: Any = None,
+    skip: Any = None,
+    implementation: str | None = None,
+) -> StepStats:
+    """One LAMB step: updates `variables` and `state` in place. The formula is in `xla_lamb.Variant`, the arguments mean what they mean
+    for `xla_lamb.lamb`.
+
+    Args:
+      variables: N variables of float32, bfloat16, float16 or float64.
+      gradients: N tensors of any of these types; tf.IndexedSlices are summed into dense ones.
+      state: from `init_state(variables)`.
+      learning_rate, b1, b2, eps, eps_root, weight_decay, max_grad_norm, grad_scale: Python numbers or scalar tensors; a new value never
+        compiles anew.
+      decay_mask, adapt_mask: N bools: which variables decay, and which a trust ratio scales.
+      layer_axes: N ints, or one for all: how many leading axes index independent layers.
+      skip: boolean scalar; True leaves everything as it was.
+
+    Returns:
+      StepStats.
+
+    Raises:
+      ValueError, TypeError: before anything was changed, if an argument does not fit.
+    """
+    variant = config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds)
+    hyperparameters = dict(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=variant.eps if eps is None else eps,
+        eps_root=eps_root,
+        weight_decay=variant.weight_decay if weight_decay is None else weight_decay,
+        grad_scale=1.0 if grad_scale is None else grad_scale,
+        max_grad_norm=variant.max_grad_norm if max_grad_norm is None else max_grad_norm,
+    )
+    config.check_hyperparameters(**{k: v for k, v in hyperparameters.items() if k != "grad_scale"})
+    config.check_nonfinite(nonfinite)
+    variables, gradients = _values(variables), list(gradients)
+    gradients = _check(variables, gradients, state)
+    decays = _per_variable("decay_mask", decay_mask, variables, True, bool)
+    adapts = _per_variable("adapt_mask", adapt_mask, variables, None, bool)
+    axes = _per_variable("layer_axes", layer_axes, variables, 0, int)
+    for v, count in zip(variables, axes):
+        if not 0 <= count <= len(v.shape):
+            raise ValueError(f"layer_axes of {v.name} is {count}, but its shape is {tuple(v.shape)}")
+    if not variables:
+        return StepStats([], None, tf.constant(False))
+    clip = hyperparameters["max_grad_norm"] is not None
+    step = _compiled_step(
+        tuple((tuple(v.shape), v.dtype.base_dtype.name, g.dtype.name) for v, g in zip(variables, gradients)),
+        tuple(m.dtype.name for m in (*state.first_moments, *state.second_moments)),
+        decays,
+        adapts,
+        axes,
+        variant,
+        clip,
+        nonfinite,
+        config.implementation(implementation),
+    )
+    scalars = [tf.cast(hyperparameters[name] if name != "max_grad_norm" or clip else 0.0, tf.float64) for name in _HYPERPARAMETERS]
+    skip = tf.cast(False if skip is None else skip, tf.bool)
+    trust, norm, skipped = step(variables, gradients, state.first_moments, state.second_moments, state.iterations, scalars, skip)
+    return StepStats(trust, norm if clip or nonfinite == "skip" else None, skipped)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation):
+    """A tf.function that XLA compiles, whatever the caller's context: only then are the variables updated in their own buffers."""
+    module = _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def xla_lamb_step(variables, gradients, first, second, iterations, scalars, skip):
+        operands = [*scalars, skip, tf.identity(iterations), *variables, *gradients, *first, *second]
+        results = module.call([tf.convert_to_tensor(x) for x in operands])
+        targets = [iterations, *variables, *first, *second]
+        for variable, value in zip(targets, results):
+            variable.assign(value)
+        norm, skipped, *trust = results[len(targets) :]
+        return trust, norm, skipped
+
+    return xla_lamb_step
+
+
+class _Module(NamedTuple):
+    """An exported module and what XlaCallModule wants to know of it."""
+
+    serialized: bytes
+    version: int
+    platforms: tuple[str, ...]
+    results: tuple
+
+    def call(self, operands):
+        return tfxla.call_module(
+            operands,
+            version=self.version,
+            module=self.serialized,
+            Tout=[dtype for _, dtype in self.results],
+            Sout=[shape for shape, _ in self.results],
+            platforms=list(self.platforms),
+        )
+
+
+def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation) -> _Module:
+    """The step as StableHLO. Operands: the hyper-parameters (float64), skip, iterations, p, g, m, v. Results: iterations, p, m, v, the
+    norm, skipped, and the trust ratios."""
+    import jax
+    import jax.numpy as jnp
+
+    from xla_lamb import optax as lamb
+    from xla_lamb import reference
+    from xla_lamb import step as fused
+
+    options = fused.Options(implementation, framework="tensorflow")
+    n = len(tensors)
+    spec = reference.Spec(
+        decays=decays,
+        adapts=lamb.adapt_flags(variant, decays, adapts),
+        layer_axes=axes,
+        decay=variant.decay,
+        norm_bounds=variant.norm_bounds,
+        ratio_bounds=variant.ratio_bounds,
+    )
+
+    def run(*operands):
+        hyper = dict(zip(_HYPERPARAMETERS, operands))
+        skip, iterations, *arrays = operands[len(_HYPERPARAMETERS) :]
+        p, g, m, v = (arrays[k * n : (k + 1) * n] for k in range(4))
+        max_grad_norm = hyper.pop("max_grad_norm") if clip else None
+        hyper.pop("max_grad_norm", None)
+        scale, skipped, norm = lamb.gradient_scale(g, hyper.pop("grad_scale"), skip, max_grad_norm, nonfinite, options)
+        scalars = reference.scalars(
+            **hyper, count=iterations + 1, grad_scale=scale, skip=skipped, decay=variant.decay, bias_correction=variant.bias_correction
+        )
+        outputs, m, v, trust = fused.step(scalars, p, g, m, v, spec, options)
+        norm = jnp.zeros(()) if norm is None else norm
+        iterations = jnp.where(skipped, iterations, iterations + 1)
+        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *trust]
+
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    shapes = [shape for shape, _, _ in tensors]
+    operands = [
+        *[struct((), "float64")] * len(_HYPERPARAMETERS),
+        struct((), "bool"),
+        struct((), "int64"),
+        *(struct(shape, p) for shape, p, _ in tensors),
+        *(struct(shape, g) for shape, _, g in tensors),
+        *(struct(shape, dtype) for shape, dtype in zip(shapes + shapes, moment_dtypes)),
+    ]
+    if implementation == "fused":
+        platforms = [p for p in fused.PLATFORMS if library.why_not("tensorflow", p) is None]
+        if not platforms:
+            raise NotImplementedError(f'implementation="fused" cannot be had: {library.why_not("tensorflow", "cpu")}')
+    else:
+        platforms = list(_PLATFORMS)
+    calls = ("xla_lamb_step", "xla_lamb_grad_norm")
+    with _x64(jax):  # the hyper-parameters come as float64, and variables may be
+        exported = jax.export.export(
+            jax.jit(run, keep_unused=True),
+            platforms=platforms,
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in calls],
+        )(*operands)
+    return _Module(
+        exported.mlir_module_serialized,
+        exported.calling_convention_version,
+        tuple(_PLATFORMS[p] for p in exported.platforms),
+        tuple((aval.shape, tf.as_dtype(np.dtype(aval.dtype).name)) for aval in exported.out_avals),
+    )
+
+
+def _x64(jax):
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64
+
+    return enable_x64()
+
+
+def _values(variables) -> list[tf.Variable]:
+    """tf.Variables; a Keras 3 variable holds one."""
+    return [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in variables]
+
+
+def _check(variables, gradients, state) -> list[tf.Tensor]:
+    """Raises if the lists do not fit; returns dense gradients."""
+    for what, given in (("gradients", gradients), ("first moments", state.first_moments), ("second moments", state.second_moments)):
+        if len(given) != len(variables):
+            raise ValueError(f"there are {len(variables)} variables, but {len(given)} {what}")
+    dense = []
+    for v, g, m in zip(variables, gradients, state.first_moments):
+        if g is None:
+            raise ValueError(f"the gradient of {v.name} is None: leave the variable out of the step and of its state, or pass zeros")
+        g = tf.convert_to_tensor(g)
+        _check_float("variable", v.name, v.dtype)
+        _check_float("gradient of", v.name, g.dtype)
+        for what, shape in (("gradient", g.shape), ("first moment", m.shape)):
+            if not shape.is_fully_defined() or shape != v.shape:
+                raise ValueError(f"the {what} of {v.name} has shape {shape}, the variable {v.shape}; shapes must be known and equal")
+        dense.append(g)
+    return dense
+
+
+def _check_float(what: str, name: str, dtype) -> None:
+    if dtype.base_dtype not in _FLOATS:
+        raise TypeError(f"{what} {name} must be {', '.join(t.name for t in _FLOATS)}, not {dtype.name}")
+
+
+def _per_variable(name: str, value, variables, default, kind) -> tuple:
+    if value is None:
+        return (default,) * len(variables)
+    if kind is int and isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return (int(value),) * len(variables)
+    value = list(value)
+    if len(value) != len(variables):
+        raise ValueError(f"{name} has {len(value)} entries for {len(variables)} variables")
+    good = (bool, np.bool_) if kind is bool else (int, np.integer)
+    for v, x in zip(variables, value):
+        if not isinstance(x, good) or (kind is int and isinstance(x, bool)):
+            raise TypeError(f"{name} of {v.name} must be a {kind.__name__}, not {x!r}")
+    return tuple(kind(x) for x in value)
