@@ -114,13 +114,13 @@ XLA_LAMB_INLINE T Clamp(T x, T low, T high) {
   return x < low ? low : (x > high ? high : x);
 }
 
-// The factor of u before the learning rate: phi(|p|) / |u|, or 1 where either is 0.
+// The factor of u before the learning rate: phi(|p|) / |u| within its bounds, or 1 where either is 0.
 template <typename T>
 XLA_LAMB_INLINE T TrustRatio(T p_norm, T u_norm, const T norm_bounds[2],
                              const T ratio_bounds[2]) {
   const T phi = Clamp(p_norm, norm_bounds[0], norm_bounds[1]);
-  const T ratio = (phi == T(0) || u_norm == T(0)) ? T(1) : phi / u_norm;
-  return Clamp(ratio, ratio_bounds[0], ratio_bounds[1]);
+  if (phi == T(0) || u_norm == T(0)) return T(1);
+  return Clamp(phi / u_norm, ratio_bounds[0], ratio_bounds[1]);
 }
 
 }  // namespace xla_lamb

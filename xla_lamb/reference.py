@@ -178,8 +178,8 @@ def apply_of(vector, sums, p, m, v, spec: Spec, i: int, dtype: Any):
     norms = jnp.sqrt(sums)
     p_norm, u_norm = norms[..., 0], norms[..., 1]
     phi = jnp.clip(p_norm, *spec.norm_bounds)
-    ratio = jnp.where((phi == 0) | (u_norm == 0), 1, phi / jnp.where(u_norm == 0, 1, u_norm))
-    ratio = jnp.clip(ratio, *spec.ratio_bounds)
+    ratio = jnp.clip(phi / jnp.where(u_norm == 0, 1, u_norm), *spec.ratio_bounds)
+    ratio = jnp.where((phi == 0) | (u_norm == 0), 1, ratio)
     if spec.adapts[i] == NEVER:
         ratio = jnp.ones_like(ratio)
     elif spec.adapts[i] == WHERE_DECAYED:

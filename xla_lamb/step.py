@@ -305,18 +305,20 @@ def _lowering(platform: str, fused, plain, multiple_results: bool):
     return rule
 
 
+def _to_front(operands, axes):
+    """All operands with the batch as their first axis; those without one are repeated."""
+    size = next(x.shape[a] for x, a in zip(operands, axes) if a is not None)
+    return [jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(operands, axes)]
+
+
 def _batch_lamb(operands, axes, *, part, spec, dtype, options):
-    size = next(x.shape[a] for x, a in zip(operands, axes) if a is not batching.not_mapped)
-    front = lambda x, a: jnp.broadcast_to(x, (size, *x.shape)) if a is batching.not_mapped else jnp.moveaxis(x, a, 0)
     spec = dataclasses.replace(spec, batch_axes=spec.batch_axes + 1, layer_axes=tuple(a + 1 for a in spec.layer_axes))
-    results = lamb_p.bind(*map(front, operands, axes), part=part, spec=spec, dtype=dtype, options=options)
+    results = lamb_p.bind(*_to_front(operands, axes), part=part, spec=spec, dtype=dtype, options=options)
     return results, [0] * len(results)
 
 
 def _batch_grad_norm(operands, axes, *, batch_axes, options):
-    size = next(x.shape[a] for x, a in zip(operands, axes) if a is not batching.not_mapped)
-    front = lambda x, a: jnp.broadcast_to(x, (size, *x.shape)) if a is batching.not_mapped else jnp.moveaxis(x, a, 0)
-    return grad_norm_p.bind(*map(front, operands, axes), batch_axes=batch_axes + 1, options=options), 0
+    return grad_norm_p.bind(*_to_front(operands, axes), batch_axes=batch_axes + 1, options=options), 0
 
 
 def _define(primitive, shapes, fused, plain, batch):
