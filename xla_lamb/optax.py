@@ -153,14 +153,14 @@ def lamb(
         adapts = _per_tensor("adapt_mask", adapt_mask, params, None, bool)
         spec = reference.Spec(
             decays=decays,
-            adapts=adapt_flags(variant, decays, adapts),
+            adapts=fused.adapt_flags(variant, decays, adapts),
             layer_axes=_check_layer_axes(params, _per_tensor("layer_axes", layer_axes, params, 0, int)),
             decay=variant.decay,
             norm_bounds=variant.norm_bounds,
             ratio_bounds=variant.ratio_bounds,
             emit_updates=emit_updates,
         )
-        scale, skipped, norm = gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options)
+        scale, skipped, norm = fused.gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options)
         decay_count, rate_count = (_schedule_count(s, adam.count) for s in (state[1], state[-1]))
         count = _increment(adam.count, skipped)
         scalars = reference.scalars(
@@ -192,34 +192,6 @@ def lamb(
         return (params, state, told) if stats else (params, state)
 
     return Lamb(init, update, step)
-
-
-def adapt_flags(variant: Variant, decays, adapts) -> tuple[int, ...]:
-    """reference.NEVER, ALWAYS or WHERE_DECAYED for each tensor; `adapts` holds None where the user said nothing."""
-    default = {
-        "all": lambda decay: reference.ALWAYS,
-        "decay_mask": lambda decay: reference.ALWAYS if decay else reference.NEVER,
-        "decayed": lambda decay: reference.WHERE_DECAYED if decay else reference.NEVER,
-    }[variant.adapt]
-    said = {True: reference.ALWAYS, False: reference.NEVER}
-    return tuple(default(decay) if adapt is None else said[adapt] for decay, adapt in zip(decays, adapts))
-
-
-def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options):
-    """(scale, skip, norm): what the step multiplies the gradients by, whether it changes nothing, and the norm if it was needed."""
-    scale = 1.0 if grad_scale is None else grad_scale
-    skipped = False if skip is None else jnp.asarray(skip, bool)
-    if max_grad_norm is None and nonfinite == "propagate":
-        return scale, skipped, None
-    norm, finite = fused.grad_norm(gradients, options)
-    norm = norm * jnp.abs(jnp.asarray(scale, norm.dtype))
-    if max_grad_norm is not None:
-        clip = jnp.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
-        # A norm that is not a number must not zero the finite part of the gradients: the whole step shows it.
-        scale = scale * jnp.where(finite, clip, jnp.nan)
-    if nonfinite == "skip":
-        skipped = skipped | ~finite
-    return scale, skipped, norm
 
 
 def _increment(count, skipped):

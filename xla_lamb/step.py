@@ -28,7 +28,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_lamb import library, reference
+from xla_lamb import config, library, reference
 from xla_lamb.reference import Spec
 
 # Tensors of one custom call, for each platform. XLA's CPU compiler takes time with the cube of the aliased operands of a call
@@ -84,6 +84,34 @@ def grad_norm(grads, options: Options = Options()) -> tuple[jax.Array, jax.Array
         result = grad_norm_p.bind(*[grads[i] for i in indices], batch_axes=0, options=options)
         square, finite = square + result[0], finite & (result[1] != 0)
     return jnp.sqrt(square), finite
+
+
+def adapt_flags(variant: config.Variant, decays, adapts) -> tuple[int, ...]:
+    """reference.NEVER, ALWAYS or WHERE_DECAYED for each tensor; `adapts` holds None where the user said nothing."""
+    default = {
+        "all": lambda decay: reference.ALWAYS,
+        "decay_mask": lambda decay: reference.ALWAYS if decay else reference.NEVER,
+        "decayed": lambda decay: reference.WHERE_DECAYED if decay else reference.NEVER,
+    }[variant.adapt]
+    said = {True: reference.ALWAYS, False: reference.NEVER}
+    return tuple(default(decay) if adapt is None else said[adapt] for decay, adapt in zip(decays, adapts))
+
+
+def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options: Options):
+    """(scale, skip, norm): what the step multiplies the gradients by, whether it changes nothing, and the norm if it was needed."""
+    scale = 1.0 if grad_scale is None else grad_scale
+    skipped = False if skip is None else jnp.asarray(skip, bool)
+    if max_grad_norm is None and nonfinite == "propagate":
+        return scale, skipped, None
+    norm, finite = grad_norm(gradients, options)
+    norm = norm * jnp.abs(jnp.asarray(scale, norm.dtype))
+    if max_grad_norm is not None:
+        clip = jnp.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
+        # A norm that is not a number must not zero the finite part of the gradients: the whole step shows it.
+        scale = scale * jnp.where(finite, clip, jnp.nan)
+    if nonfinite == "skip":
+        skipped = skipped | ~finite
+    return scale, skipped, norm
 
 
 def _by_types(*lists) -> list[list[int]]:

@@ -30,12 +30,12 @@ class StepStats(NamedTuple):
 
     Attributes:
       trust: for each variable a float32 (for float64 variables float64) tensor [*layer_shape, 3]: |p|, |u| and the trust ratio; 0 where
-        the step was skipped.
+        the step was skipped. None unless it was asked for.
       grad_norm: the global norm of the scaled gradients before clipping, or None if nothing asked for it.
       skipped: boolean scalar.
     """
 
-    trust: list[tf.Tensor]
+    trust: list[tf.Tensor] | None
     grad_norm: tf.Tensor | None
     skipped: tf.Tensor
 
@@ -92,6 +92,7 @@ def lamb_step(
     nonfinite: str = "propagate",
     grad_scale: Any = None,
     skip: Any = None,
+    stats: bool = False,
     implementation: str | None = None,
 ) -> StepStats:
     """One LAMB step: updates `variables` and `state` in place. The formula is in `xla_lamb.Variant`, the arguments mean what they mean
@@ -106,6 +107,7 @@ def lamb_step(
       decay_mask, adapt_mask: N bools: which variables decay, and which a trust ratio scales.
       layer_axes: N ints, or one for all: how many leading axes index independent layers.
       skip: boolean scalar; True leaves everything as it was.
+      stats: whether to return the trust ratios.
 
     Returns:
       StepStats.
@@ -135,7 +137,7 @@ def lamb_step(
         if not 0 <= count <= len(v.shape):
             raise ValueError(f"layer_axes of {v.name} is {count}, but its shape is {tuple(v.shape)}")
     if not variables:
-        return StepStats([], None, tf.constant(False))
+        return StepStats([] if stats else None, None, tf.constant(False))
     clip = hyperparameters["max_grad_norm"] is not None
     step = _compiled_step(
         tuple((tuple(v.shape), v.dtype.base_dtype.name, g.dtype.name) for v, g in zip(variables, gradients)),
@@ -146,18 +148,19 @@ def lamb_step(
         variant,
         clip,
         nonfinite,
+        stats,
         config.implementation(implementation),
     )
     scalars = [tf.cast(hyperparameters[name] if name != "max_grad_norm" or clip else 0.0, tf.float64) for name in _HYPERPARAMETERS]
     skip = tf.cast(False if skip is None else skip, tf.bool)
     trust, norm, skipped = step(variables, gradients, state.first_moments, state.second_moments, state.iterations, scalars, skip)
-    return StepStats(trust, norm if clip or nonfinite == "skip" else None, skipped)
+    return StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
 
 @functools.lru_cache(maxsize=None)
-def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation):
+def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation):
     """A tf.function that XLA compiles, whatever the caller's context: only then are the variables updated in their own buffers."""
-    module = _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation)
+    module = _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation)
 
     @tf.function(jit_compile=True, autograph=False)
     def xla_lamb_step(variables, gradients, first, second, iterations, scalars, skip):
@@ -191,13 +194,12 @@ class _Module(NamedTuple):
         )
 
 
-def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, implementation) -> _Module:
+def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation) -> _Module:
     """The step as StableHLO. Operands: the hyper-parameters (float64), skip, iterations, p, g, m, v. Results: iterations, p, m, v, the
     norm, skipped, and the trust ratios."""
     import jax
     import jax.numpy as jnp
 
-    from xla_lamb import optax as lamb
     from xla_lamb import reference
     from xla_lamb import step as fused
 
@@ -205,7 +207,7 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
     n = len(tensors)
     spec = reference.Spec(
         decays=decays,
-        adapts=lamb.adapt_flags(variant, decays, adapts),
+        adapts=fused.adapt_flags(variant, decays, adapts),
         layer_axes=axes,
         decay=variant.decay,
         norm_bounds=variant.norm_bounds,
@@ -218,14 +220,14 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
         p, g, m, v = (arrays[k * n : (k + 1) * n] for k in range(4))
         max_grad_norm = hyper.pop("max_grad_norm") if clip else None
         hyper.pop("max_grad_norm", None)
-        scale, skipped, norm = lamb.gradient_scale(g, hyper.pop("grad_scale"), skip, max_grad_norm, nonfinite, options)
+        scale, skipped, norm = fused.gradient_scale(g, hyper.pop("grad_scale"), skip, max_grad_norm, nonfinite, options)
         scalars = reference.scalars(
             **hyper, count=iterations + 1, grad_scale=scale, skip=skipped, decay=variant.decay, bias_correction=variant.bias_correction
         )
-        outputs, m, v, trust = fused.step(scalars, p, g, m, v, spec, options)
+        outputs, m, v, trust = fused.step(scalars, p, g, m, v, spec, options, stats)
         norm = jnp.zeros(()) if norm is None else norm
         iterations = jnp.where(skipped, iterations, iterations + 1)
-        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *trust]
+        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *(trust if stats else [])]
 
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     shapes = [shape for shape, _, _ in tensors]
