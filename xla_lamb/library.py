@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import struct
 import sys
 import threading
 import warnings
@@ -69,6 +70,7 @@ def _load() -> Library | str:
         named = f" (the environment variable {LIBRARY_VARIABLE})" if os.environ.get(LIBRARY_VARIABLE) else ""
         return f"there is no {' or '.join(map(str, places))}{named}; build it with `make build` or install the wheel"
     try:
+        _check_whole(path)
         functions = ctypes.CDLL(str(path))
         functions.xla_lamb_interface.restype = ctypes.c_int
         interface = functions.xla_lamb_interface()
@@ -89,6 +91,20 @@ def _load() -> Library | str:
         instruction_set=functions.xla_lamb_instruction_set().decode(),
         handlers=tuple(handlers),
     )
+
+
+def _check_whole(path: pathlib.Path) -> None:
+    """Raises OSError if an ELF file ends before its last part, the table of sections: the loader of a copy that broke off ends the
+    process with SIGBUS."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = os.fstat(file.fileno()).st_size
+    if header[:5] != b"\x7fELF\x02" or len(header) < 64:
+        raise OSError("it is not a 64-bit ELF library")
+    (start,) = struct.unpack_from("<Q", header, 40)
+    entry, count = struct.unpack_from("<HH", header, 58)
+    if start + entry * count > size:
+        raise OSError(f"it is truncated: {size} bytes of {start + entry * count}")
 
 
 def load() -> Library:

@@ -132,9 +132,18 @@ def lamb(
 
     def init(params):
         _check_float("parameter", params)
+        per_tensor(params)
         state = peer.init(params)
         zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_moment_dtype(p.dtype, moment_dtype)), params)
         return (state[0]._replace(mu=zeros(), nu=zeros()), *state[1:])
+
+    def per_tensor(params):
+        """(decays, adapts, layer_axes) as tuples over the tensors; checked."""
+        return (
+            _per_tensor("mask", mask, params, True, bool),
+            _per_tensor("adapt_mask", adapt_mask, params, None, bool),
+            _check_layer_axes(params, _per_tensor("layer_axes", layer_axes, params, 0, int)),
+        )
 
     def transform(grads, state, params, emit_updates, grad_scale, skip, stats=False):
         if params is None:
@@ -145,16 +154,16 @@ def lamb(
         _check_alike(params, adam.mu, "first moment in the state")
         _check_alike(params, adam.nu, "second moment in the state")
         _check_float("gradient", grads)
+        _check_moments(params, adam, moment_dtype)
         leaves, tree = jax.tree.flatten(params)
         gradients = tree.flatten_up_to(grads)
         first, second = tree.flatten_up_to(adam.mu), tree.flatten_up_to(adam.nu)
 
-        decays = _per_tensor("mask", mask, params, True, bool)
-        adapts = _per_tensor("adapt_mask", adapt_mask, params, None, bool)
+        decays, adapts, axes = per_tensor(params)
         spec = reference.Spec(
             decays=decays,
             adapts=fused.adapt_flags(variant, decays, adapts),
-            layer_axes=_check_layer_axes(params, _per_tensor("layer_axes", layer_axes, params, 0, int)),
+            layer_axes=axes,
             decay=variant.decay,
             norm_bounds=variant.norm_bounds,
             ratio_bounds=variant.ratio_bounds,
@@ -238,6 +247,19 @@ def _check_moment_dtype(dtype):
     if dtype not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
         raise ValueError(f"moment_dtype must be 'bfloat16' or 'float32', not {dtype.name!r}")
     return dtype
+
+
+def _check_moments(params, adam, asked) -> None:
+    """Raises if the moments have a type that `init` does not give for these parameters; bfloat16 or float32 with those below float64
+    is a matter of memory, and taken as it comes from a checkpoint."""
+    for (path, p), m, v in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(adam.mu), jax.tree.leaves(adam.nu)):
+        good = ("float64",) if p.dtype == np.float64 and asked is None else ("float32", "bfloat16")
+        names = {np.dtype(x.dtype).name for x in (m, v)}
+        if len(names) > 1 or not names.issubset(good):
+            raise TypeError(
+                f"the moments in the state of {_name(path)}, a {np.dtype(p.dtype).name} parameter, must both be {' or '.join(good)}, not "
+                f"{' and '.join(sorted(names))}; init makes a state for these parameters"
+            )
 
 
 def _check_float(what: str, tree) -> None:

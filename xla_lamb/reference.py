@@ -118,8 +118,15 @@ def _float_of(x) -> Any:
 
 
 def pack(values: dict[str, Any], dtype: Any) -> jax.Array:
-    """The vector of scalars, [len(SCALARS)] of `dtype`."""
-    return jnp.stack([jnp.asarray(values[name], dtype).reshape(()) for name in SCALARS])
+    """The vector of scalars, [len(SCALARS)] of `dtype`.
+
+    Raises:
+      ValueError: if one has an axis.
+    """
+    for name, value in values.items():
+        if jnp.ndim(value) != 0:
+            raise ValueError(f"{name.removeprefix('one_minus_')} must be a scalar, but has shape {jnp.shape(value)}")
+    return jnp.stack([jnp.asarray(values[name], dtype) for name in SCALARS])
 
 
 class _Scalars:

@@ -309,9 +309,12 @@ def why_not_fused(platform: str, options: Options, dtypes: Sequence[Any] = ()) -
     return library.why_not(options.framework, platform)
 
 
-def _lowering(platform: str, fused, plain, multiple_results: bool):
+def _lowering(kernel_platform: str | None, fused, plain, multiple_results: bool):
+    """The rule for a platform that may have a kernel, or for all others."""
+
     def rule(ctx, *operands, **params):
         options = params["options"]
+        platform = kernel_platform or ", ".join(p for p in ctx.module_context.platforms if p not in PLATFORMS)
         avals = ctx.avals_in
         if params.get("part") is None:
             dtypes = [avals[0].dtype]
@@ -364,7 +367,7 @@ def _define(primitive, shapes, fused, plain, batch):
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jax.jvp(
         functools.partial(plain, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
     )
-    mlir.register_lowering(primitive, _lowering("this platform", fused, plain, multiple))
+    mlir.register_lowering(primitive, _lowering(None, fused, plain, multiple))
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, _lowering(platform, fused, plain, multiple), platform=platform)
 

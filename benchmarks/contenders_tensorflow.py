@@ -1,0 +1,59 @@
+"""TensorFlow's contenders under tf.function(jit_compile=True): xla_lamb.tensorflow and keras.optimizers.Lamb."""
+
+import os
+import time
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from benchmarks.process import quiet
+
+with quiet():
+    import keras
+    import tensorflow as tf
+
+    import xla_lamb.tensorflow
+
+from benchmarks.worker import LEARNING_RATE, WEIGHT_DECAY, Contender, values
+
+
+class Step(Contender):
+    """A compiled function of the gradients that changes variables in place."""
+
+    def __init__(self, function, grads):
+        self.function, self.grads = tf.function(function, jit_compile=True), grads
+
+    def prepare(self):
+        begin = time.perf_counter()
+        self.function.get_concrete_function(self.grads)
+        middle = time.perf_counter()
+        self.step()  # TensorFlow compiles on the first call
+        end = time.perf_counter()
+        self.step()
+        return middle - begin, end - middle - (time.perf_counter() - end)
+
+    def step(self):
+        self.function(self.grads).numpy()
+
+
+def contenders(shapes, names):
+    """The contenders of these names, and a function that tells about the run."""
+    variables, grads = [], []
+    for param, grad in values(shapes):
+        variables.append(keras.Variable(param))
+        grads.append(tf.constant(grad))
+    keras_lamb = keras.optimizers.Lamb(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    keras_lamb.build(variables)
+    state = xla_lamb.tensorflow.init_state([v.value for v in variables])
+
+    def ours(grads):
+        xla_lamb.tensorflow.lamb_step([v.value for v in variables], grads, state, LEARNING_RATE,
+                                      weight_decay=WEIGHT_DECAY, variant="keras")
+        return state.iterations.read_value()
+
+    def peer(grads):
+        keras_lamb.apply(grads, variables)
+        return keras_lamb.iterations.value.read_value()
+
+    return ({"xla_lamb.tensorflow": Step(ours, grads), "keras.optimizers.Lamb": Step(peer, grads)},
+            lambda: {"device": tf.config.list_logical_devices()[-1].name})

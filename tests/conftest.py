@@ -1,0 +1,34 @@
+"""What every test needs before it imports a framework: CPU only, the tree's own package, and no setting of the caller's."""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).absolute().parent
+for path in (str(TESTS.parent), str(TESTS)):
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+os.environ.update(
+    JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow", TF_ENABLE_ONEDNN_OPTS="0"
+)
+for name in ("XLA_LAMB_IMPLEMENTATION", "XLA_LAMB_LIBRARY", "JAX_ENABLE_X64", "NPROC", "KERAS_HOME"):
+    os.environ.pop(name, None)
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+# The same examples in every run: a failure must not come and go with the seed.
+hypothesis.settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture
+def x64():
+    """64-bit types in JAX for one test."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
