@@ -102,7 +102,8 @@ def lamb_step(
       variables: N variables of float32, bfloat16, float16 or float64.
       gradients: N tensors of any of these types; tf.IndexedSlices are summed into dense ones.
       state: from `init_state(variables)`.
-      learning_rate, b1, b2, eps, eps_root, weight_decay, max_grad_norm, grad_scale: Python numbers or scalar tensors; a new value never
+      learning_rate: Python number, scalar tensor, or a schedule such as Keras's: a function of `state.iterations`.
+      b1, b2, eps, eps_root, weight_decay, max_grad_norm, grad_scale: Python numbers or scalar tensors. A new value of any of them never
         compiles anew.
       decay_mask, adapt_mask: N bools: which variables decay, and which a trust ratio scales.
       layer_axes: N ints, or one for all: how many leading axes index independent layers.
@@ -117,7 +118,7 @@ def lamb_step(
     """
     variant = config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds)
     hyperparameters = dict(
-        learning_rate=learning_rate,
+        learning_rate=learning_rate(state.iterations) if callable(learning_rate) else learning_rate,
         b1=b1,
         b2=b2,
         eps=variant.eps if eps is None else eps,
@@ -151,8 +152,8 @@ def lamb_step(
         stats,
         config.implementation(implementation),
     )
-    scalars = [tf.cast(hyperparameters[name] if name != "max_grad_norm" or clip else 0.0, tf.float64) for name in _HYPERPARAMETERS]
-    skip = tf.cast(False if skip is None else skip, tf.bool)
+    scalars = [_scalar(name, 0.0 if hyperparameters[name] is None else hyperparameters[name]) for name in _HYPERPARAMETERS]
+    skip = _scalar("skip", False if skip is None else skip, tf.bool)
     trust, norm, skipped = step(variables, gradients, state.first_moments, state.second_moments, state.iterations, scalars, skip)
     return StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
@@ -266,6 +267,14 @@ def _x64(jax):
     from jax.experimental import enable_x64
 
     return enable_x64()
+
+
+def _scalar(name: str, value: Any, dtype=tf.float64) -> tf.Tensor:
+    # tf.cast alone would round a Python number to float32 first.
+    value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+    if value.shape.rank != 0:
+        raise ValueError(f"{name} must be a scalar, but has shape {value.shape}")
+    return value
 
 
 def _values(variables) -> list[tf.Variable]:

@@ -224,13 +224,13 @@ def test_lowering_is_linear_up_to_4000_tensors():
     def counted(n):
         text = lower_donated(n).as_text()
         calls = re.findall(r"stablehlo.custom_call @xla_lamb_\w+\(([^)]*)\)", text)
-        return text.count(" = "), len(calls), max(call.count("%") for call in calls)
+        return len(re.findall(r"stablehlo\.\w+", text)), len(calls), max(call.count("%") for call in calls)
 
     (operations_1, calls_1, widest_1), (operations_4, calls_4, widest_4) = counted(1000), counted(4000)
     assert operations_4 <= 4.4 * operations_1
     assert calls_4 <= 4 * calls_1
     assert widest_1 == widest_4 == 4 * 64 + 1
-    assert operations_4 <= 8 * 4000  # no operation of its own for each step of each tensor's arithmetic
+    assert operations_4 <= 4000  # less than one operation for each tensor: nothing but calls, and what joins their small results
 
 
 def test_compilation_is_linear():
@@ -244,5 +244,5 @@ def test_control_optax_has_many_operations_for_each_tensor():
     tx = optax.lamb(1e-2, weight_decay=0.01)
     params = [jax.ShapeDtypeStruct((8,), jnp.float32)] * 20
     text = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
-    assert text.count(" = ") > 16 * 20
+    assert len(re.findall(r"stablehlo\.\w+", text)) > 16 * 20
     assert len(helpers.opcodes(jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile().as_text())) > 16 * 20
