@@ -1,0 +1,32 @@
+"""The examples of the README and of the docstrings run as they stand."""
+
+import doctest
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+README = pathlib.Path(__file__).absolute().parent.parent / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_there_are_examples():
+    assert len(BLOCKS) == 2
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_example(number):
+    # A warning would mean that the example ran the reference.
+    run = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", BLOCKS[number]], cwd=README.parent, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_docstrings():
+    import xla_lamb.optax
+
+    failed, tried = doctest.testmod(xla_lamb.optax)
+    assert tried > 0 and failed == 0
