@@ -18,7 +18,7 @@ class Size:
 
 
 SIZES = {
-    "small": Size(layers=4, width=256, heads=4),
+    "small": Size(layers=2, width=256, heads=4),
     "bert-base": Size(layers=12, width=768, heads=12),
     "bert-large": Size(layers=24, width=1024, heads=16),
 }
@@ -33,7 +33,7 @@ class Settings:
     batch: int
     length: int
     text: str  # digest of the text
-    learning_rate: float = 0.01
+    learning_rate: float
     weight_decay: float = 0.01
     seed: int = 0
 
@@ -91,12 +91,23 @@ def shapes(settings):
     return found
 
 
+def _waves(rows, columns):
+    """Sines and cosines of ever longer waves along the rows."""
+    phase = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, columns, 2) / columns)
+    return np.concatenate([np.sin(phase), np.cos(phase)], axis=1)[:, :columns]
+
+
 def start(settings):
-    """The parameters before the first step, {name: array}, the same for every framework."""
+    """The parameters before the first step, {name: array}, the same for every framework.
+
+    Positions are learned from waves on: from noise, so short a training would learn how frequent bytes are, and no more.
+    """
     random = np.random.default_rng(settings.seed)
     params = {}
     for name, shape in shapes(settings).items():
-        if decays(name):
+        if name == "positions/embedding":
+            params[name] = (0.02 * 2**0.5 * _waves(*shape)).astype(np.float32)
+        elif decays(name):
             params[name] = 0.02 * random.standard_normal(shape, np.float32)
         else:
             params[name] = np.full(shape, name.endswith("scale"), np.float32)

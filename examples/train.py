@@ -52,7 +52,8 @@ def follow_parent():
     """Ends this process when the one that started it has gone, however it went: it holds our standard input open."""
 
     def wait():
-        sys.stdin.buffer.read()
+        while os.read(0, 1):
+            pass
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -195,12 +195,12 @@ def _lamb_reference(*operands, part: str, spec: Spec, dtype, options):
     return [*results, _join(trust, spec)]
 
 
-@functools.partial(jax.jit, static_argnums=5, inline=True)
+@functools.partial(jax.jit, static_argnums=5)
 def _moments_jit(scalars, p, g, m, v, spec):
     return reference.moments_of(scalars, p, g, m, v, spec, 0)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6), inline=True)
+@functools.partial(jax.jit, static_argnums=(5, 6))
 def _apply_jit(scalars, sums, p, m, v, spec, dtype):
     return reference.apply_of(scalars, sums, p, m, v, spec, 0, dtype)
 
@@ -309,29 +309,36 @@ def why_not_fused(platform: str, options: Options, dtypes: Sequence[Any] = ()) -
     return library.why_not(options.framework, platform)
 
 
-def _lowering(kernel_platform: str | None, fused, plain, multiple_results: bool):
-    """The rule for a platform that may have a kernel, or for all others."""
+def _lowering(fused, plain, multiple_results: bool):
+    """The rule for all platforms: each gets its kernel or the reference, which is traced once however many take it."""
 
     def rule(ctx, *operands, **params):
         options = params["options"]
-        platform = kernel_platform or ", ".join(p for p in ctx.module_context.platforms if p not in PLATFORMS)
-        avals = ctx.avals_in
         if params.get("part") is None:
-            dtypes = [avals[0].dtype]
+            dtypes = [ctx.avals_in[0].dtype]
         else:
-            n = len(params["spec"].decays)
-            _, _, p, g, m, v = _unpack(avals, params["part"], n)
+            _, _, p, g, m, v = _unpack(ctx.avals_in, params["part"], len(params["spec"].decays))
             dtypes = [p[0].dtype, (g or p)[0].dtype, m[0].dtype, v[0].dtype]
-        why = why_not_fused(platform, options, dtypes)
-        if why is not None and options.implementation == "fused":
-            raise NotImplementedError(f'implementation="fused" cannot be had on {platform}: {why}')
-        if why is None:
-            function = functools.partial(fused, platform)
-        else:
-            function = plain
-            if options.implementation == "auto" and platform in PLATFORMS:
+        platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms
+        kernels = {}
+        for platform in platforms:
+            why = why_not_fused(platform, options, dtypes)
+            if why is None:
+                kernels[platform] = functools.partial(fused, platform, **params)
+            elif options.implementation == "fused":
+                raise NotImplementedError(f'implementation="fused" cannot be had on {platform}: {why}')
+            elif options.implementation == "auto" and platform in PLATFORMS:
                 library.warn_once(options.framework, platform)
-        return mlir.lower_fun(functools.partial(function, **params), multiple_results=multiple_results)(ctx, *operands)
+        by_reference = functools.partial(plain, **params)
+        if not kernels:
+            function = by_reference
+        elif len(platforms) == 1:
+            (function,) = kernels.values()
+        elif len(kernels) == len(platforms):
+            function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels)
+        else:
+            function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels, default=by_reference)
+        return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands)
 
     return rule
 
@@ -367,9 +374,7 @@ def _define(primitive, shapes, fused, plain, batch):
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jax.jvp(
         functools.partial(plain, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
     )
-    mlir.register_lowering(primitive, _lowering(None, fused, plain, multiple))
-    for platform in PLATFORMS:
-        mlir.register_lowering(primitive, _lowering(platform, fused, plain, multiple), platform=platform)
+    mlir.register_lowering(primitive, _lowering(fused, plain, multiple))
 
 
 def _aval(struct):
