@@ -11,25 +11,38 @@ def smooth(losses, window):
 
 
 def verdict(ours, peer):
-    """Whether two loss curves agree, as far as the scatter of the losses lets one tell.
+    """Whether two loss curves agree.
 
-    Rounding differs between implementations, and training magnifies it; so from some step on only curves that
-    are smoothed over a window can be compared, and only to the standard error of the means that they consist of.
+    Two implementations round differently. If each step adds no more than one unit in the last place to the loss,
+    the curves stay together within `rounding`. Long trainings magnify rounding beyond that; then the curves can
+    still agree as means over a window, to the standard error of such means (`scatter`).
     """
     a, b = np.array(ours["losses"]), np.array(peer["losses"])
-    window = max(1, len(a) // 20)
+    rounding = len(b) * 2.0**-23 * b.max()
+    apart = np.abs(a - b).max()
+    window = _window(b)
     # Of one loss around the curve: from second differences, which know nothing of its slope, and by their median,
     # which knows nothing of the few steps in which it bends.
-    scatter = 1.4826 * np.median(np.abs(np.diff(b, 2))) / 6**0.5 if len(b) > 2 else 0.0
-    tolerance = max(2 * scatter / window**0.5, 1e-3)
-    apart = np.abs(smooth(a, window) - smooth(b, window)).max()
-    first = np.abs(a - b)[:10].max()
-    agree = bool(apart <= tolerance)
-    sentence = (f"{ours['framework']}: the curves {'agree' if agree else 'DO NOT AGREE'}: as means over {window} steps they are "
-                f"at most {apart:.2g} apart, with a tolerance of {tolerance:.2g} (two standard errors of such a mean, from "
-                f"the scatter of {peer['optimizer']}'s losses), and in the first {len(a[:10])} steps at most {first:.1g}.")
-    return {"framework": ours["framework"], "agree": agree, "window": window, "largest_difference": float(apart),
-            "tolerance": float(tolerance), "first_steps_difference": float(first), "sentence": sentence}
+    spread = 1.4826 * np.median(np.abs(np.diff(b, 2))) / 6**0.5 if len(b) > 2 else 0.0
+    scatter = 2 * spread / window**0.5
+    apart_smooth = np.abs(smooth(a, window) - smooth(b, window)).max()
+    names = f"{ours['framework']}: the curves of {ours['optimizer']} and {peer['optimizer']}"
+    if apart <= rounding:
+        kind, tolerance = "rounding", rounding
+        sentence = (f"{names} agree: no loss differs by more than {apart:.1g}, and the tolerance is {rounding:.1g} "
+                    f"(a unit in the last place for each of {len(b)} steps).")
+    else:
+        kind, tolerance = "scatter" if apart_smooth <= scatter else None, scatter
+        sentence = (f"{names} {'agree' if kind else 'DO NOT AGREE'}: as means over {window} steps they are at most "
+                    f"{apart_smooth:.2g} apart, and the tolerance is {scatter:.2g} (two standard errors of such a mean); "
+                    f"single losses differ by up to {apart:.1g}, which is more than rounding ({rounding:.1g}).")
+    return {"framework": ours["framework"], "agree": kind is not None, "within": kind, "largest_difference": float(apart),
+            "tolerance": float(tolerance), "rounding": float(rounding), "scatter": float(scatter), "window": window,
+            "largest_difference_of_means": float(apart_smooth), "sentence": sentence}
+
+
+def _window(losses):
+    return max(1, len(losses) // 20)
 
 
 def summary(settings, results):
@@ -38,8 +51,7 @@ def summary(settings, results):
     for pair in pairs:
         for result in pair:
             seconds = result["seconds"]
-            window = max(1, len(result["losses"]) // 20)
-            result["final_loss"] = float(np.mean(result["losses"][-window:]))
+            result["final_loss"] = float(np.mean(result["losses"][-_window(result["losses"]):]))
             result["share"] = seconds["optimizer"] / seconds["whole"]
             result["times_ours"] = seconds["optimizer"] / pair[0]["seconds"]["optimizer"]
     return {"settings": settings, "results": results, "verdicts": [verdict(*pair) for pair in pairs]}
@@ -76,6 +88,7 @@ def draw(summary, path):
     columns = len(verdicts)
     figure, axes = plt.subplots(2, columns + 1, figsize=(5 * (columns + 1), 7), layout="constrained", squeeze=False,
                                 height_ratios=(3, 2))
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     for column, agreement in enumerate(verdicts):
         ours, peer = results[2 * column:2 * column + 2]
         _curves(axes[0, column], ours, peer, agreement)
@@ -102,20 +115,22 @@ def _curves(axis, ours, peer, agreement):
                           (ours, {"color": OURS, "linewidth": 1.6})):
         axis.plot(_steps(result["losses"], window), smooth(result["losses"], window), label=_label(result), **style)
     axis.set_title(f"{ours['framework']}: loss")
-    axis.set_ylabel("nats for each masked byte")
+    if axis.get_subplotspec().is_first_col():
+        axis.set_ylabel("nats for each masked byte")
     axis.legend(frameon=False, loc="upper right")
 
 
 def _apart(axis, ours, peer, agreement):
-    window = agreement["window"]
-    difference = np.abs(smooth(ours["losses"], window) - smooth(peer["losses"], window))
-    axis.semilogy(_steps(ours["losses"], window), np.maximum(difference, 1e-8), color=OURS, linewidth=1.3)
-    axis.axhline(agreement["tolerance"], color=PEER, linestyle="--", linewidth=1.2)
-    axis.annotate(f"tolerance {agreement['tolerance']:.2g}", (0.99, agreement["tolerance"]), (0, 4), color=PEER,
-                  xycoords=("axes fraction", "data"), textcoords="offset points", ha="right")
-    axis.set_title(f"{ours['framework']}: how far the curves are apart")
-    axis.set_xlabel(f"step (means over {window})")
-    axis.set_ylim(top=max(1.0, 10 * agreement["tolerance"]))
+    difference = np.abs(np.array(ours["losses"]) - np.array(peer["losses"]))
+    axis.semilogy(np.arange(1, len(difference) + 1), np.maximum(difference, 1e-8), ".", color=OURS, markersize=4)
+    for name in ("rounding", "scatter"):
+        level = max(agreement[name], 1e-8)
+        axis.axhline(level, color=PEER, linestyle="--", linewidth=1.2)
+        axis.annotate(f"{name} {level:.1g}", (0.99, level), (0, 4), color=PEER, ha="right",
+                      xycoords=("axes fraction", "data"), textcoords="offset points")
+    axis.set_title(f"{ours['framework']}: difference of the losses")
+    axis.set_xlabel("step (at the bottom: equal losses)")
+    axis.set_ylim(5e-9, max(2.0, 2 * difference.max()))
 
 
 def _bars(axis, results, values, labels, title):

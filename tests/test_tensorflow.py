@@ -68,8 +68,8 @@ def test_like_the_model(runner, name):
 
 @RUN
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
-def test_same_bits_as_in_jax(runner, implementation):
-    """One lowering serves both."""
+def test_same_bits_as_in_jax(runner, implementation, x64):
+    """One lowering serves both. In JAX with 64-bit types, so that the bias corrections, too, are computed in float64 as they are here."""
     params, grads = helpers.tree(), helpers.gradients(3)
     options = dict(variant="nvlamb", implementation=implementation)
     p, state, _ = run_steps(params, grads, runner, **options)
@@ -161,7 +161,7 @@ def test_skip_is_whole(runner):
 def test_stats():
     params, grads = helpers.tree(), helpers.gradients(1)
     axes = [1, 0, 0, 0, 0, 0, 2, 0]
-    _, _, stats = run_steps(params, grads, variant="nvlamb", layer_axes=axes)
+    _, _, stats = run_steps(params, grads, variant="nvlamb", layer_axes=axes, stats=True)
     _, told = model64.step(model64.init(params), grads[0], model64.PRESETS["nvlamb"], 0.05, layer_axes=axes)
     np.testing.assert_allclose(stats.grad_norm, told.grad_norm, rtol=1e-6)
     for a, e in zip(stats.trust, told.trust, strict=True):

@@ -24,7 +24,7 @@ install() {
 if ! usable; then
   if ! install || ! usable; then
     cat >&2 <<END
-tools/bazel.sh: there is no Bazel here. Install one of
+tools/bazel.sh: there is no Bazel here that works. Install one of
   - Bazelisk:     npm install -g @bazel/bazelisk
   - Debian's own: sudo apt-get install ${packages[*]}
 and try again.

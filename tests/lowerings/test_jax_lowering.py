@@ -114,13 +114,22 @@ def test_each_call_aliases_its_operands(many):
     assert sum(pairs) == 3 * 391
 
 
-def test_the_documented_step_is_in_place():
-    """jax.jit(opt.step, donate_argnums=(1, 2)): here the state goes in first and the parameters come out first."""
+def addresses(tree):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim]
+
+
+def test_donated_step_is_in_place():
+    """The compiled step that comes with the optimizer: every buffer stays where it was, and the old arrays are gone."""
     opt = xla_lamb.lamb(1e-2, implementation="fused")
-    step = jax.jit(opt.step, donate_argnums=(1, 2)).lower(*abstract(MANY, opt)).compile()
-    assert helpers.aliases(step.as_text()) in (3 * 391, 3 * 391 + 1)
-    assert helpers.copies(step.as_text()) == []
-    assert step.memory_analysis().temp_size_in_bytes == compiled(MANY).memory_analysis().temp_size_in_bytes
+    params = [jnp.ones(shape) for shape in [(3, 5), (3, 5), (70,), (3, 5)]]
+    state = opt.init(params)
+    before = addresses((params, state))
+    new_params, new_state = opt.donated_step([jnp.ones_like(p) for p in params], state, params)
+    assert addresses((new_params, new_state)) == before
+    assert all(x.is_deleted() for x in params)
+    # The control: donated in the order of its arguments, moments and parameters trade places, and everything is copied.
+    swapped = jax.jit(opt.step, donate_argnums=(1, 2)).lower(*abstract(MANY, opt)).compile().as_text()
+    assert len(helpers.copies(swapped)) >= 391
 
 
 def test_grad_norm_joins_without_copies():
@@ -224,7 +233,7 @@ def test_lowering_is_linear_up_to_4000_tensors():
     def counted(n):
         text = lower_donated(n).as_text()
         calls = re.findall(r"stablehlo.custom_call @xla_lamb_\w+\(([^)]*)\)", text)
-        return len(re.findall(r"stablehlo\.\w+", text)), len(calls), max(call.count("%") for call in calls)
+        return len(re.findall(r"= \"?stablehlo\.\w+", text)), len(calls), max(call.count("%") for call in calls)
 
     (operations_1, calls_1, widest_1), (operations_4, calls_4, widest_4) = counted(1000), counted(4000)
     assert operations_4 <= 4.4 * operations_1
@@ -244,5 +253,5 @@ def test_control_optax_has_many_operations_for_each_tensor():
     tx = optax.lamb(1e-2, weight_decay=0.01)
     params = [jax.ShapeDtypeStruct((8,), jnp.float32)] * 20
     text = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
-    assert len(re.findall(r"stablehlo\.\w+", text)) > 16 * 20
+    assert len(re.findall(r"= \"?stablehlo\.\w+", text)) > 16 * 20
     assert len(helpers.opcodes(jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile().as_text())) > 16 * 20

@@ -1,7 +1,10 @@
 """What TensorFlow's XLA makes of a step on variables: CPU takes the custom call, in place; GPU the reference until its kernel comes."""
 
+import re
+
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python.xla import call_module
 
 import helpers
 import xla_lamb.tensorflow as ours
@@ -31,16 +34,62 @@ def test_cpu_takes_the_custom_call():
     assert "API_VERSION_TYPED_FFI" in hlo
 
 
-def test_gpu_takes_the_reference():
-    """On a machine without a GPU as on one with it."""
-    hlo = ir(SMALL, "hlo", platform="GPU", variant="nvlamb")
-    assert helpers.lamb_calls(hlo) == []
-    assert "sqrt(" in hlo and "reduce(" in hlo
+def module_of(step, *arguments):
+    """The XlaCallModule of a traced step, and how to call it on tensors."""
+    graph = step.get_concrete_function(*arguments).graph.as_graph_def()
+    nodes = [n for f in graph.library.function for n in f.node_def if n.op == "XlaCallModule"] + [n for n in graph.node if n.op == "XlaCallModule"]
+    (node,) = nodes
+    attr = node.attr
+
+    @tf.function(jit_compile=True, autograph=False)
+    def call(*operands):
+        return call_module(
+            list(operands),
+            version=attr["version"].i,
+            module=attr["module"].s,
+            Sout=[tf.TensorShape(s) for s in attr["Sout"].list.shape],
+            Tout=[tf.as_dtype(t) for t in attr["Tout"].list.type],
+            platforms=[p.decode() for p in attr["platforms"].list.s],
+        )
+
+    return call, [tf.as_dtype(t) for t in attr["Tin"].list.type]
+
+
+@pytest.mark.parametrize("platform, calls", [("CPU", ["xla_lamb_grad_norm", "xla_lamb_step"]), ("GPU", [])])
+def test_platform_decides(platform, calls):
+    """One module serves both; on a machine without a GPU it can be lowered for one as long as no argument is a variable."""
+    shapes = [(3, 5), (17,)]
+    variables = [tf.Variable(x) for x in helpers.tree(shapes)]
+    state = ours.init_state(variables)
+    step = tf.function(lambda g: ours.lamb_step(variables, g, state, 1e-2, variant="nvlamb"), jit_compile=True, autograph=False)
+    grads = [tf.constant(x) for x in helpers.gradients(1, shapes)[0]]
+    call, types = module_of(step, grads)
+    arrays = [*variables, *grads, *state.first_moments, *state.second_moments]
+    scalars = [tf.zeros((), t) for t in types[: len(types) - len(arrays)]]
+    operands = [*scalars, *(tf.constant(x.numpy()) for x in arrays)]
+    hlo = call.experimental_get_compiler_ir(*operands)(stage="hlo", platform_name=platform)
+    assert sorted(set(helpers.lamb_calls(hlo))) == calls
+    assert bool(re.search(r"f32\[17\]\S* sqrt\(", hlo)) == (not calls)  # of the second moments: the reference
+
+
+def test_module_is_linear_in_the_variables():
+    """TensorFlow's time for a module grows faster than the module: the reference in it may not be spelled once for each variable."""
+
+    def size(n):
+        variables = [tf.Variable([1.0, 2.0]) for _ in range(n)]
+        state = ours.init_state(variables)
+        step = tf.function(lambda g: ours.lamb_step(variables, g, state, 1e-2, variant="nvlamb"), jit_compile=True, autograph=False)
+        graph = step.get_concrete_function([tf.ones(2)] * n).graph.as_graph_def()
+        return sum(len(n.attr["module"].s) for f in graph.library.function for n in f.node_def)
+
+    small, large = size(40), size(120)
+    assert 0 < large - small <= 80 * 1000
 
 
 def test_reference_on_request():
     hlo = ir(SMALL, "hlo", implementation="reference")
-    assert helpers.lamb_calls(hlo) == [] and "reduce(" in hlo
+    assert helpers.lamb_calls(hlo) == []
+    assert re.search(r"f32\[17\]\S* sqrt\(", hlo)
 
 
 def test_391_variables_in_place():
