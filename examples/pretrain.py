@@ -83,7 +83,6 @@ def open_run(options, corpus):
     for name in NAMES:
         for suffix in (".npz", ".json", ".npz.partial", ".json.partial"):
             (folder / f"{name}{suffix}").unlink(missing_ok=True)
-    (folder / "corpus.bin").write_bytes(corpus)
     run = {**wanted, "checkpoint_every": options.checkpoint_every, "finished": False}
     checkpoint.save_json(described, run)
     return run
@@ -119,6 +118,7 @@ def main(given=None):
     options.out.mkdir(parents=True, exist_ok=True)
     with locked(options.out):
         run = open_run(options, corpus)
+        (options.out / "corpus.bin").write_bytes(corpus)  # what every training reads
         size = SIZES[options.model]
         print(f"BERT of {size.layers} layers of {size.width}, {options.steps} steps of {options.batch} x {options.length} "
               f"bytes, from {len(corpus):,} bytes of text.", flush=True)

@@ -279,7 +279,11 @@ def _scalar(name: str, value: Any, dtype=tf.float64) -> tf.Tensor:
 
 def _values(variables) -> list[tf.Variable]:
     """tf.Variables; a Keras 3 variable holds one."""
-    return [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in variables]
+    values = [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in variables]
+    for v in values:
+        if not isinstance(v, tf.Variable):
+            raise TypeError(f"lamb_step updates tf.Variables in place, and cannot update a {type(v).__name__}")
+    return values
 
 
 def _check(variables, gradients, state) -> list[tf.Tensor]:
