@@ -112,7 +112,7 @@ def main(given=None):
     options = arguments(given)
     began = time.monotonic()
     try:
-        corpus = text.read(options.text, least=options.batch * options.length)
+        corpus = text.read(options.text, least=options.batch * options.length, skip=options.out)
     except text.TextError as error:
         sys.exit(f"--text: {error}" if options.text else str(error))
     options.out.mkdir(parents=True, exist_ok=True)

@@ -33,13 +33,15 @@ def _files(path):
     return [path]
 
 
-def read(path=None, least=1):
+def read(path=None, least=1, skip=None):
     """All text of a file or a folder (None: the standard library) as bytes; at least `least` of them.
 
-    In a folder, hidden files, binary files and files that cannot be read are passed over.
+    In a folder, hidden files, binary files, files that cannot be read and the folder `skip` are passed over.
     """
     pieces, size = [], 0
     for file in _files(path):
+        if skip is not None and file.resolve().is_relative_to(skip.resolve()):
+            continue  # what earlier runs wrote is no text
         try:
             with open(file, "rb") as opened:
                 piece = opened.read(LIMIT - size) if file.is_file() else b""

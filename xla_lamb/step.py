@@ -104,10 +104,12 @@ def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, o
     if max_grad_norm is None and nonfinite == "propagate":
         return scale, skipped, None
     norm, finite = grad_norm(gradients, options)
+    # Squares of finite gradients overflow from 1e19 on, in the second moment too.
+    finite = finite & jnp.isfinite(norm)
     norm = norm * jnp.abs(jnp.asarray(scale, norm.dtype))
     if max_grad_norm is not None:
         clip = jnp.where(norm > max_grad_norm, max_grad_norm / norm, 1.0)
-        # A norm that is not a number must not zero the finite part of the gradients: the whole step shows it.
+        # An infinite norm must not make zeros of finite gradients: the whole step shows it.
         scale = scale * jnp.where(finite, clip, jnp.nan)
     if nonfinite == "skip":
         skipped = skipped | ~finite
