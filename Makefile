@@ -28,6 +28,7 @@ demo: build  ## Pretrains a language model: make demo [TEXT=file] [MODEL=size] [
 	$(VENV)/bin/python -m examples.pretrain $(if $(TEXT),--text "$(TEXT)") $(if $(MODEL),--model "$(MODEL)") $(DEMO_ARGS)
 
 wheel: venv  ## A wheel in dist/
+	rm -rf build
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:  ## Removes what was built, but not .venv

@@ -1,7 +1,6 @@
 """The part of the packaging that pyproject.toml cannot say: Bazel builds the shared library, which makes the wheel one of a platform."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ LIBRARY = "xla_lamb/libxla_lamb.so"
 
 class BuildWithLibrary(build_py):
     def run(self):
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # modules that are gone by now
         super().run()
         # The headers come from the jaxlib of this build environment.
         subprocess.run(

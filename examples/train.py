@@ -32,7 +32,7 @@ def training(name, settings):
     return module.Training(settings, fused), "xla_lamb" if fused else module.PEER
 
 
-def medians(parts, seconds=6.0, least=5, most=25):
+def medians(parts, seconds=4.0, least=5, most=25):
     """Median time of each part in seconds. They take turns, so that a slow moment meets them alike."""
     times = {name: [] for name in parts}
     for part in parts.values():

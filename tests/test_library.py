@@ -155,10 +155,23 @@ def test_unknown_implementation_in_the_environment():
     assert "fastest" in done.stdout
 
 
-def test_second_import_does_not_register_twice(value):
-    """The same name at a second address would take JAX's backend down."""
+def test_a_second_copy_does_not_register_again(value, tmp_path):
+    """A vendored package beside an installed one: the same name at a second address would take JAX's backend down."""
+    shutil.copy(find_library(), tmp_path / "second.so")
+    first = f"""
+    opt = xla_lamb.lamb(0.1)
+    jax.jit(opt.step)([jnp.ones(3)], opt.init([jnp.ones(3)]), [jnp.ones(3)])
+    for name in [m for m in sys.modules if m.split(".")[0] == "xla_lamb"]:
+        del sys.modules[name]
+    import os
+    os.environ["XLA_LAMB_LIBRARY"] = {str(tmp_path / "second.so")!r}
+    import xla_lamb"""
+    reference_with_one_warning(steps(before=first.strip()), value, "another copy")
+
+
+def test_reloading_is_no_second_copy(value):
     fields = steps(before="import importlib; sys.modules.pop('xla_lamb.library', None); importlib.reload(xla_lamb)")
-    assert fields["text"] == ["True"]
+    assert fields["text"] == ["True"] and fields["warnings"] == ["0"]
 
 
 def test_without_the_library_tensorflow_works_too(bare):

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs Bazel in this repository, and installs it first where it can: tools/bazel.sh test //...
 #
-# Any Bazel 6 or 7 does, or Bazelisk. Debian's own Bazel does too, together with three more of its packages (see debian_bazel.bzl).
+# Bazelisk does, or any Bazel 6 or 7. Debian's own Bazel does too, together with three more of its packages (see debian_bazel.bzl).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
