@@ -14,7 +14,7 @@ COPTS = [
 ]
 
 _X86_64 = {
-    "avx2": ["-mavx2", "-mf16c"],
+    "avx2": ["-mavx2"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"],
 }
 
