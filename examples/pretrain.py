@@ -40,7 +40,7 @@ def arguments(given=None):
     parser.add_argument("--model", choices=SIZES, default="small", help="size of the model (%(default)s)")
     parser.add_argument("--text", metavar="PATH", help="file or folder to train on (Python's standard library)")
     parser.add_argument("--framework", choices=("jax", "keras", "both"), default="both", help="(%(default)s)")
-    parser.add_argument("--steps", type=positive(int), default=240, help="steps of each training (%(default)s)")
+    parser.add_argument("--steps", type=positive(int), default=200, help="steps of each training (%(default)s)")
     parser.add_argument("--batch", type=positive(int), default=16, help="sequences in a batch (%(default)s)")
     parser.add_argument("--length", type=positive(int), default=32, help="bytes in a sequence (%(default)s)")
     parser.add_argument("--learning-rate", type=positive(float), default=0.01, help="highest rate (%(default)s)")
