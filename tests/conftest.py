@@ -32,3 +32,11 @@ def x64():
 
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leftovers():
+    """In one process for all files, what earlier ones compiled slows down Python's garbage collector for the later ones."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

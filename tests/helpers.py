@@ -17,8 +17,8 @@ import model64
 TESTS = Path(__file__).absolute().parent
 ROOT = TESTS.parent
 
-# Scalars, an empty tensor, sizes around a vector's width and a block's, and more than one axis.
-SHAPES = [(3, 5), (17,), (), (0,), (1,), (8,), (7, 3, 2), (4097,)]
+# A scalar, an empty tensor, a size just above a block, more than one axis. Few, since XLA takes its time for each in the reference.
+SHAPES = [(3, 5), (17,), (), (0,), (7, 3, 2), (4097,)]
 
 
 def tree(shapes=SHAPES, seed=0, scale=1.0, dtype=np.float32):

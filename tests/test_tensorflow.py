@@ -40,12 +40,12 @@ def assert_state(state, expected, tolerance=1e-6):
 
 # Values -------------------------------------------------------------------------------------------------------------------
 
-MASK = [True, False] * 4
+MASK = [True, False] * 3
 OPTIONS = {
     "plain": {},
     "decay": dict(weight_decay=0.01),
     "masks": dict(weight_decay=0.1, decay_mask=MASK, adapt_mask=MASK[::-1]),
-    "layers": dict(layer_axes=[1, 0, 0, 1, 0, 0, 2, 0]),
+    "layers": dict(layer_axes=[1, 0, 0, 1, 2, 0]),
     "betas": dict(b1=0.5, b2=0.9, eps=0.01, eps_root=1e-4),
     "clip": dict(max_grad_norm=0.3),
     "scale": dict(grad_scale=0.25, eps=0.1),
@@ -160,7 +160,7 @@ def test_skip_is_whole(runner):
 
 def test_stats():
     params, grads = helpers.tree(), helpers.gradients(1)
-    axes = [1, 0, 0, 0, 0, 0, 2, 0]
+    axes = [1, 0, 0, 0, 2, 0]
     _, _, stats = run_steps(params, grads, variant="nvlamb", layer_axes=axes, stats=True)
     _, told = model64.step(model64.init(params), grads[0], model64.PRESETS["nvlamb"], 0.05, layer_axes=axes)
     np.testing.assert_allclose(stats.grad_norm, told.grad_norm, rtol=1e-6)

@@ -78,7 +78,7 @@ NOTHING = dict(b1=0.9, b2=0.999, eps=None, eps_root=0.0, weight_decay=None, max_
 @pytest.mark.parametrize("implementation", ["fused", "reference"])
 @pytest.mark.parametrize("variant", model64.PRESETS)
 def test_preset_on_random_trees(variant, implementation):
-    @settings(max_examples=25 if implementation == "fused" else 8)
+    @settings(max_examples=25 if implementation == "fused" else 4)
     @example(EXAMPLE, NOTHING, 0, 1.0, 0)
     @example(EXAMPLE, NOTHING, 1, 1.0, 0)
     @example(EXAMPLE, {**NOTHING, "weight_decay": 0.05}, 2, 0.25, 0)
