@@ -1,4 +1,4 @@
-"""JAX's contenders: xla_lamb, optax.lamb, the jnp reference and the memory floor.
+"""JAX's contenders: xla_lamb, optax.lamb, the jnp reference, what a call alone costs, and the memory floor.
 
 All of them step the same tensors: each takes the parameters and the state that the one before it left, so
 that one set of them is all the memory there is.
@@ -36,9 +36,13 @@ class Tensors:
 class Step(Contender):
     """A jitted step with donated parameters and state, as a training loop runs it."""
 
-    def __init__(self, tensors, function, ours=False):
-        self.tensors, self.ours = tensors, ours
-        self.function = jax.jit(function, donate_argnums=(0, 1))
+    def __init__(self, tensors, function, steps=1, ours=False):
+        self.tensors, self.steps, self.ours = tensors, steps, ours
+
+        def loop(params, state, grads):
+            return jax.lax.fori_loop(0, steps, lambda _, carry: function(*carry, grads), (params, state))
+
+        self.function = jax.jit(function if steps == 1 else loop, donate_argnums=(0, 1))
 
     def prepare(self):
         begin = time.perf_counter()
@@ -74,7 +78,7 @@ class Floor(Contender):
         self.streams.run(self.name, self.place)
 
 
-def contenders(shapes, names):
+def contenders(shapes, names, steps):
     """The contenders of these names, and a function that tells about the run."""
     theirs = optax.lamb(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     ours = xla_lamb.lamb(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -85,11 +89,22 @@ def contenders(shapes, names):
         updates, state = theirs.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    found = {"xla_lamb": Step(tensors, lambda params, state, grads: ours.step(grads, state, params), ours=True)}
+    def fused(params, state, grads):
+        return ours.step(grads, state, params)
+
+    def reference(params, state, grads):
+        return plain.step(grads, state, params)
+
+    def count(params, state, grads):  # takes and returns the same arrays and computes next to nothing
+        return params, (state[0]._replace(count=state[0].count + 1), *state[1:])
+
+    found = {"xla_lamb": Step(tensors, fused, steps, ours=True)}
     if "optax" in names:
-        found["optax.lamb"] = Step(tensors, peer)
+        found["optax.lamb"] = Step(tensors, peer, steps)
     if "reference" in names:
-        found["xla_lamb reference"] = Step(tensors, lambda params, state, grads: plain.step(grads, state, params))
+        found["xla_lamb reference"] = Step(tensors, reference, steps)
+    if "dispatch" in names:
+        found["dispatch alone"] = Step(tensors, count, steps)
     if "memcpy" in names and jax.default_backend() == "cpu":
         found |= {name: Floor(tensors, streams, name) for name in floor.BYTES}
     return found, lambda: {"device": jax.devices()[0].device_kind, "floor": streams.kind}

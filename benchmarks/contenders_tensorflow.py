@@ -40,8 +40,8 @@ class Step(Contender):
         self.function(self.grads).numpy()
 
 
-def contenders(shapes, names):
-    """The contenders of these names, and a function that tells about the run."""
+def contenders(shapes, names, steps):
+    """The contenders, and a function that tells about the run. There is no loop of several steps here."""
     variables, grads = [], []
     for param, grad in values(shapes):
         variables.append(keras.Variable(param))

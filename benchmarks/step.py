@@ -16,12 +16,13 @@ import sys
 from benchmarks import floor, sets
 
 LEAST = 28  # bytes an element that any step moves: read p, g, m, v; write p, m, v
-PEERS = ("optax", "keras", "reference", "memcpy")
+PEERS = ("optax", "keras", "reference", "dispatch", "memcpy")
 
 
 def work(framework, options, contenders):
     """Measures one framework's contenders in a process of their own."""
-    job = {"framework": framework, "set": options.set, "repeats": options.repeats, "contenders": contenders}
+    job = {"framework": framework, "set": options.set, "repeats": options.repeats, "loop": options.loop,
+           "contenders": contenders}
     print(f"{framework}:", file=sys.stderr)
     child = subprocess.run([sys.executable, "-m", "benchmarks.worker", json.dumps(job)], stdout=subprocess.PIPE,
                            text=True, cwd=pathlib.Path(__file__).parent.parent)
@@ -55,7 +56,7 @@ def run(options):
     shapes = sets.shapes(options.set)
     elements = sets.elements(shapes)
     report = {"set": options.set, "tensors": len(shapes), "parameters": elements, "repeats": options.repeats,
-              "machine": machine(), "results": {}}
+              "loop": options.loop, "machine": machine(), "results": {}}
     workers = {"jax": [peer for peer in options.against if peer != "keras"]}
     if "keras" in options.against:
         workers["tensorflow"] = ["keras"]
@@ -68,9 +69,9 @@ def run(options):
         for name, result in found["results"].items():
             seconds = result["median_s"] = statistics.median(result["seconds"])
             ours = ours or seconds  # ours is the first of each framework
-            bytes = floor.BYTES.get(name, LEAST)
+            moved = 0 if name == "dispatch alone" else elements * floor.BYTES.get(name, LEAST)
             result.update(framework=framework, min_s=min(result["seconds"]), times_ours=seconds / ours,
-                          bytes=bytes * elements, gb_per_s=bytes * elements / seconds / 1e9)
+                          bytes=moved, gb_per_s=moved / seconds / 1e9)
             report["results"][name] = result
     least = report["results"].get("floor-28")
     for result in report["results"].values():
@@ -82,7 +83,8 @@ def table(report):
     """The report for people."""
     m = report["machine"]
     lines = [f"{report['set']}: {report['tensors']:,} tensors, {report['parameters']:,} parameters, float32, "
-             f"{report['repeats']} rounds in turns",
+             f"{report['repeats']} rounds in turns"
+             + (f", {report['loop']} steps in each JAX call" if report["loop"] > 1 else ""),
              f"{m['processor']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB; "
              + ", ".join(f"{name} {version}" for name, version in m["versions"].items())]
     if "floor" in report:
@@ -96,7 +98,7 @@ def table(report):
     for name, r in report["results"].items():
         rows.append((name + (f" ({r['path']})" if r["path"] else ""), number(r["median_s"], 2, 1e3),
                      number(r["min_s"], 2, 1e3), number(r["times_ours"], 2), number(r["times_floor_28"], 2),
-                     number(r["gb_per_s"], 1), number(r["trace_s"], 2), number(r["compile_s"], 2),
+                     number(r["gb_per_s"] or None, 1), number(r["trace_s"], 2), number(r["compile_s"], 2),
                      number(r["peak_above_arrays_bytes"], 0, 1e-6), number(r["temporary_bytes"], 0, 1e-6)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines.append("")
@@ -123,10 +125,13 @@ def main(arguments=None):
     parser.add_argument("--against", type=peers, default=["optax", "memcpy"], metavar="LIST",
                         help=f"peers, with commas: {', '.join(PEERS)} (optax,memcpy)")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds (%(default)s)")
+    parser.add_argument("--loop", type=int, default=1, metavar="N",
+                        help="take N steps in a jitted loop in each call of JAX's contenders, which leaves out what a "
+                             "call costs for its arguments (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error("--repeats must be at least 1")
+    if options.repeats < 1 or options.loop < 1:
+        parser.error("--repeats and --loop must be at least 1")
     report = run(options)
     print(json.dumps(report, indent=1) if options.json else table(report))
 

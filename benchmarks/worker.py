@@ -20,6 +20,7 @@ LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 class Contender:
     """One way to step the tensors."""
 
+    steps = 1         # how many steps one call of `step` takes
     path = None       # what was compiled, for ours: "fused" or "reference"
     temporary = None  # bytes of temporary memory by the compiler's account, where it gives one
 
@@ -31,7 +32,7 @@ class Contender:
         """Whatever has to come before a step and is no part of it."""
 
     def step(self):
-        """One step, until its results are there."""
+        """Takes `steps` steps, until their results are there."""
         raise NotImplementedError
 
 
@@ -62,7 +63,7 @@ def measure(contenders, repeats):
             contender.ready()
             begin = time.perf_counter()
             contender.step()
-            results[name]["seconds"].append(time.perf_counter() - begin)
+            results[name]["seconds"].append((time.perf_counter() - begin) / contender.steps)
     return results
 
 
@@ -72,7 +73,7 @@ def main():
         from benchmarks import contenders_jax as framework
     else:
         from benchmarks import contenders_tensorflow as framework
-    contenders, about = framework.contenders(sets.shapes(job["set"]), set(job["contenders"]))
+    contenders, about = framework.contenders(sets.shapes(job["set"]), set(job["contenders"]), job["loop"])
     results = measure(contenders, job["repeats"])
     print(json.dumps({"results": results, "peak_bytes": process.peak(), **about()}))
 
