@@ -159,16 +159,7 @@ def lamb(
         gradients = tree.flatten_up_to(grads)
         first, second = tree.flatten_up_to(adam.mu), tree.flatten_up_to(adam.nu)
 
-        decays, adapts, axes = per_tensor(params)
-        spec = reference.Spec(
-            decays=decays,
-            adapts=fused.adapt_flags(variant, decays, adapts),
-            layer_axes=axes,
-            decay=variant.decay,
-            norm_bounds=variant.norm_bounds,
-            ratio_bounds=variant.ratio_bounds,
-            emit_updates=emit_updates,
-        )
+        spec = fused.spec_of(variant, *per_tensor(params), emit_updates)
         scale, skipped, norm = fused.gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options)
         decay_count, rate_count = (_schedule_count(s, adam.count) for s in (state[1], state[-1]))
         count = _increment(adam.count, skipped)

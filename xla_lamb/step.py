@@ -86,15 +86,23 @@ def grad_norm(grads, options: Options = Options()) -> tuple[jax.Array, jax.Array
     return jnp.sqrt(square), finite
 
 
-def adapt_flags(variant: config.Variant, decays, adapts) -> tuple[int, ...]:
-    """reference.NEVER, ALWAYS or WHERE_DECAYED for each tensor; `adapts` holds None where the user said nothing."""
+def spec_of(variant: config.Variant, decays, adapts, layer_axes, emit_updates: bool = False) -> Spec:
+    """The spec of a variant for N tensors; `adapts` holds a bool for each, or None where the user said nothing."""
     default = {
         "all": lambda decay: reference.ALWAYS,
         "decay_mask": lambda decay: reference.ALWAYS if decay else reference.NEVER,
         "decayed": lambda decay: reference.WHERE_DECAYED if decay else reference.NEVER,
     }[variant.adapt]
     said = {True: reference.ALWAYS, False: reference.NEVER}
-    return tuple(default(decay) if adapt is None else said[adapt] for decay, adapt in zip(decays, adapts))
+    return Spec(
+        decays=decays,
+        adapts=tuple(default(decay) if adapt is None else said[adapt] for decay, adapt in zip(decays, adapts)),
+        layer_axes=layer_axes,
+        decay=variant.decay,
+        norm_bounds=variant.norm_bounds,
+        ratio_bounds=variant.ratio_bounds,
+        emit_updates=emit_updates,
+    )
 
 
 def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options: Options):
@@ -182,7 +190,6 @@ def _lamb_reference(*operands, part: str, spec: Spec, dtype, options):
     n = len(spec.decays)
     scalars, sums, p, g, m, v = _unpack(operands, part, n)
     # One trace for each kind of tensor, not for each tensor: a tree of thousands has few kinds.
-    results = []
     if part == "apply":
         tables = _split(sums, [x.shape for x in p], spec)
     else:

@@ -206,14 +206,7 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
 
     options = fused.Options(implementation, framework="tensorflow")
     n = len(tensors)
-    spec = reference.Spec(
-        decays=decays,
-        adapts=fused.adapt_flags(variant, decays, adapts),
-        layer_axes=axes,
-        decay=variant.decay,
-        norm_bounds=variant.norm_bounds,
-        ratio_bounds=variant.ratio_bounds,
-    )
+    spec = fused.spec_of(variant, decays, adapts, axes)
 
     def run(*operands):
         hyper = dict(zip(_HYPERPARAMETERS, operands))
