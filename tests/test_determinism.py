@@ -9,6 +9,7 @@ import pytest
 
 import helpers
 import xla_lamb
+from xla_lamb import library
 
 # Prints the number of threads in XLA's pool, which NPROC sets, and a hash of what three steps leave.
 RUN = """
@@ -26,8 +27,8 @@ print("bits", hashlib.sha256(repr(helpers.bits(result)).encode()).hexdigest())
 """
 
 
-def run(nproc):
-    words = helpers.python(RUN, NPROC=nproc).stdout.split()
+def run(nproc, **environment):
+    words = helpers.python(RUN, NPROC=nproc, **environment).stdout.split()
     return int(words[words.index("threads") + 1]), words[words.index("bits") + 1]
 
 
@@ -35,6 +36,15 @@ def test_same_bits_for_every_number_of_threads():
     runs = [run(n) for n in (1, 2, 8, 8)]
     assert [threads for threads, _ in runs] == [1, 2, 8, 8], "NPROC no longer sets the pool's size: find what does"
     assert len({bits for _, bits in runs}) == 1
+
+
+def test_same_bits_with_every_instruction_set():
+    best = library.load().instruction_set
+    lesser = {"avx512": ["avx2", "baseline"], "avx2": ["baseline"], "baseline": []}[best]
+    assert len({run(2, XLA_LAMB_CPU=cpu)[1] for cpu in ["", *lesser]}) == 1
+    for cpu in lesser:  # or the runs above would all have been of one set
+        code = "from xla_lamb import library; print(library.load().instruction_set)"
+        assert helpers.python(code, XLA_LAMB_CPU=cpu).stdout.strip() == cpu
 
 
 def test_different_input_gives_different_bits():
