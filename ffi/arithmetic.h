@@ -54,8 +54,8 @@ struct Coefficients {
   T inverse_bias_correction1, inverse_bias_correction2, grad_scale;
 };
 
-template <typename T>
-XLA_LAMB_INLINE Coefficients<T> MakeCoefficients(const double* scalars) {
+template <typename T, typename S>
+XLA_LAMB_INLINE Coefficients<T> MakeCoefficients(const S* scalars) {
   Coefficients<T> c;
   c.b1 = static_cast<T>(scalars[kB1]);
   c.one_minus_b1 = static_cast<T>(scalars[kOneMinusB1]);
@@ -70,8 +70,14 @@ XLA_LAMB_INLINE Coefficients<T> MakeCoefficients(const double* scalars) {
   return c;
 }
 
+// Rounded correctly everywhere.
+#ifdef __CUDA_ARCH__
+XLA_LAMB_INLINE float SquareRoot(float x) { return __fsqrt_rn(x); }
+XLA_LAMB_INLINE double SquareRoot(double x) { return __dsqrt_rn(x); }
+#else
 XLA_LAMB_INLINE float SquareRoot(float x) { return __builtin_sqrtf(x); }
 XLA_LAMB_INLINE double SquareRoot(double x) { return __builtin_sqrt(x); }
+#endif
 
 // The gradient that the moments see.
 template <Decay kDecay, typename T>
@@ -108,6 +114,16 @@ XLA_LAMB_INLINE T Direction(const Coefficients<T>& c, T p, T m, T v) {
   return u;
 }
 
+// What the second pass writes: the new parameter, or its difference to p. `rate` is the learning rate times the trust ratio.
+template <Decay kDecay, bool kEmitUpdates, typename T>
+XLA_LAMB_INLINE T Output(const Coefficients<T>& c, T rate, T p, T decayed, T u) {
+  const T change = rate * u;
+  if constexpr (!kEmitUpdates) return decayed - change;
+  // decayed - p would round the small decay against the large parameter.
+  if constexpr (kDecay == Decay::kDecoupled) return -(change + c.weight_decay * p);
+  return -change;
+}
+
 // Comparisons are written so that a NaN passes through: a broken tensor must show.
 template <typename T>
 XLA_LAMB_INLINE T Clamp(T x, T low, T high) {
@@ -121,6 +137,17 @@ XLA_LAMB_INLINE T TrustRatio(T p_norm, T u_norm, const T norm_bounds[2],
   const T phi = Clamp(p_norm, norm_bounds[0], norm_bounds[1]);
   if (phi == T(0) || u_norm == T(0)) return T(1);
   return Clamp(phi / u_norm, ratio_bounds[0], ratio_bounds[1]);
+}
+
+// Between the passes: |p|, |u| and the ratio of a layer from its sums of squares. Returns the rate.
+template <typename T, typename S>
+XLA_LAMB_INLINE T Finish(const S* scalars, double p_square, double u_square, Adapt adapt, const T norm_bounds[2],
+                         const T ratio_bounds[2], T trust[3]) {
+  trust[0] = static_cast<T>(SquareRoot(p_square));
+  trust[1] = static_cast<T>(SquareRoot(u_square));
+  const bool adapts = adapt == Adapt::kAlways || (adapt == Adapt::kWhereDecayed && scalars[kWeightDecay] != 0);
+  trust[2] = adapts ? TrustRatio(trust[0], trust[1], norm_bounds, ratio_bounds) : T(1);
+  return static_cast<T>(scalars[kLearningRate]) * trust[2];
 }
 
 }  // namespace xla_lamb

@@ -94,6 +94,14 @@ XLA_LAMB_INLINE void Store(T x, S* out) {
   }
 }
 
+// What a number is worth once it is stored as bfloat16.
+template <typename T>
+XLA_LAMB_INLINE T ThroughBFloat16(T x) {
+  BFloat16 stored;
+  Narrow(static_cast<float>(x), &stored);
+  return static_cast<T>(Widen(stored));
+}
+
 }  // namespace xla_lamb
 
 #endif  // XLA_LAMB_FFI_CONVERT_H_

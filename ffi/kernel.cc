@@ -163,6 +163,7 @@ class StepWork : public Work {
       }
     }
     sums_.resize(static_cast<size_t>(chunks_));
+    scalars_ = step_.types.parameter == Type::kF64 ? ScalarsAs<double>() : ScalarsAs<float>();
     rates_.resize(layers_.size());
     waiting_ = std::vector<std::atomic<int64_t>>(layers_.size());
     Order(std::max<int64_t>(threads - 1, 1));
@@ -245,7 +246,13 @@ class StepWork : public Work {
     }
   }
 
-  const double* Scalars(const Layer& layer) const { return step_.scalars + layer.row * kNumScalars; }
+  template <typename T>
+  std::vector<double> ScalarsAs() const {
+    const T* scalars = static_cast<const T*>(step_.scalars);
+    return std::vector<double>(scalars, scalars + step_.rows * kNumScalars);
+  }
+
+  const double* Scalars(const Layer& layer) const { return scalars_.data() + layer.row * kNumScalars; }
   bool Skipped(const Layer& layer) const { return Scalars(layer)[kSkip] != 0; }
 
   Range RangeOf(const Layer& layer, int64_t chunk) const {
@@ -320,16 +327,10 @@ class StepWork : public Work {
       trust[0] = trust[1] = trust[2] = T(0);
       return;
     }
-    const double* scalars = Scalars(layer);
-    const Tensor& tensor = step_.tensors[layer.tensor];
     const T norm_bounds[2] = {static_cast<T>(step_.norm_bounds[0]), static_cast<T>(step_.norm_bounds[1])};
     const T ratio_bounds[2] = {static_cast<T>(step_.ratio_bounds[0]), static_cast<T>(step_.ratio_bounds[1])};
-    trust[0] = static_cast<T>(std::sqrt(total.parameter));
-    trust[1] = static_cast<T>(std::sqrt(total.direction));
-    const bool adapts = tensor.adapt == Adapt::kAlways ||
-                        (tensor.adapt == Adapt::kWhereDecayed && scalars[kWeightDecay] != 0);
-    trust[2] = adapts ? TrustRatio(trust[0], trust[1], norm_bounds, ratio_bounds) : T(1);
-    rates_[l] = static_cast<T>(scalars[kLearningRate]) * trust[2];
+    rates_[l] = xla_lamb::Finish(Scalars(layer), total.parameter, total.direction, step_.tensors[layer.tensor].adapt, norm_bounds,
+                                 ratio_bounds, trust);
   }
 
   void Second(int64_t l, int64_t chunk) {
@@ -354,6 +355,7 @@ class StepWork : public Work {
 
   const Step& step_;
   const Loops& loops_;
+  std::vector<double> scalars_;
   std::vector<Layer> layers_;
   int64_t chunks_ = 0;
   int64_t elements_ = 0;
@@ -391,13 +393,10 @@ class GradNormWork : public Work {
       }
     }
     Run(pool, static_cast<int64_t>(starts_.size()) - 1, elements_);
-    for (int64_t row = 0; row < norm_.rows; ++row) {
-      norm_.sum_of_squares[row] = 0;
-      norm_.finite[row] = true;
-    }
-    for (size_t i = 0; i < chunks_.size(); ++i) {
-      norm_.sum_of_squares[chunks_[i].row] += sums_[i];
-      if (!std::isfinite(sums_[i])) norm_.finite[chunks_[i].row] &= Finite(chunks_[i]);
+    if (norm_.type == Type::kF64) {
+      FinishAs<double>();
+    } else {
+      FinishAs<float>();
     }
   }
 
@@ -411,6 +410,21 @@ class GradNormWork : public Work {
   void Do(int64_t item) override {
     for (size_t i = starts_[item]; i < starts_[item + 1]; ++i) {
       sums_[i] = loops_.sum_of_squares(chunks_[i].data, norm_.type, chunks_[i].size);
+    }
+  }
+
+  template <typename T>
+  void FinishAs() {
+    std::vector<double> totals(static_cast<size_t>(norm_.rows));
+    std::vector<bool> finite(static_cast<size_t>(norm_.rows), true);
+    for (size_t i = 0; i < chunks_.size(); ++i) {
+      totals[chunks_[i].row] += sums_[i];
+      if (!std::isfinite(sums_[i])) finite[chunks_[i].row] = finite[chunks_[i].row] && Finite(chunks_[i]);
+    }
+    T* result = static_cast<T*>(norm_.result);
+    for (int64_t row = 0; row < norm_.rows; ++row) {
+      result[2 * row] = static_cast<T>(totals[row]);
+      result[2 * row + 1] = finite[row] ? T(1) : T(0);
     }
   }
 

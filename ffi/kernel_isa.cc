@@ -123,11 +123,7 @@ void Write(void* data, Type type, int64_t i, int64_t n, const T* strip) {
 // What a moment is worth once it is stored: the second pass sees nothing else.
 template <bool kBF16, typename T>
 XLA_LAMB_INLINE T AsStored(T x) {
-  if constexpr (kBF16) {
-    BFloat16 stored;
-    Narrow(static_cast<float>(x), &stored);
-    return static_cast<T>(Widen(stored));
-  }
+  if constexpr (kBF16) return ThroughBFloat16(x);
   return x;
 }
 
@@ -156,15 +152,8 @@ XLA_LAMB_INLINE void ApplyLoop(const Coefficients<T>& c, T rate, int64_t n,
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     const T decayed = DecayedParameter<kDecay>(c, p[i]);
-    const T change = rate * Direction<kDecay>(c, decayed, m[i], v[i]);
-    if constexpr (!kEmitUpdates) {
-      out[i] = decayed - change;
-    } else if constexpr (kDecay == Decay::kDecoupled) {
-      // decayed - p would round the small decay against the large parameter.
-      out[i] = -(change + c.weight_decay * p[i]);
-    } else {
-      out[i] = -change;
-    }
+    const T u = Direction<kDecay>(c, decayed, m[i], v[i]);
+    out[i] = Output<kDecay, kEmitUpdates>(c, rate, p[i], decayed, u);
   }
 }
 

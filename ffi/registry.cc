@@ -1,8 +1,10 @@
 // The table of handlers and the library's C entry points: all that is exported. xla_lamb/library.py calls them.
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 
+#include "cuda/launch.h"
 #include "ffi/api.h"
 #include "ffi/handlers.h"
 #include "ffi/kernel.h"
@@ -22,6 +24,12 @@ constexpr Entry kEntries[] = {
     {"xla_lamb_moments", "Host", &xla_lamb::MomentsOnCpu},
     {"xla_lamb_apply", "Host", &xla_lamb::ApplyOnCpu},
     {"xla_lamb_grad_norm", "Host", &xla_lamb::GradNormOnCpu},
+#ifdef XLA_LAMB_CUDA
+    {"xla_lamb_step", "CUDA", &xla_lamb::StepOnCuda},
+    {"xla_lamb_moments", "CUDA", &xla_lamb::MomentsOnCuda},
+    {"xla_lamb_apply", "CUDA", &xla_lamb::ApplyOnCuda},
+    {"xla_lamb_grad_norm", "CUDA", &xla_lamb::GradNormOnCuda},
+#endif
 };
 
 XLA_FFI_ByteSpan Span(const char* text) { return {text, std::strlen(text)}; }
@@ -29,13 +37,28 @@ XLA_FFI_ByteSpan Span(const char* text) { return {text, std::strlen(text)}; }
 }  // namespace
 
 // Counts the changes of operands, results and attributes; library.py refuses a library that speaks another one.
-XLA_LAMB_EXPORT int xla_lamb_interface() { return 1; }
+XLA_LAMB_EXPORT int xla_lamb_interface() { return 2; }
 
 // The XLA FFI version that the handlers report.
 XLA_LAMB_EXPORT int xla_lamb_ffi_major() { return XLA_FFI_API_MAJOR; }
 XLA_LAMB_EXPORT int xla_lamb_ffi_minor() { return XLA_FFI_API_MINOR; }
 
 XLA_LAMB_EXPORT const char* xla_lamb_instruction_set() { return xla_lamb::InstructionSet(); }
+
+// What library.py has to know of CUDA: the bytes of the scratch result of each call there, CUDA's versions (13000 is 13.0) of the runtime
+// in the library and of the driver, 0 without one, and why a GPU of this machine cannot run the kernels. False: the library has no CUDA.
+XLA_LAMB_EXPORT bool xla_lamb_cuda(int64_t* scratch_bytes, int* runtime_version, int* driver_version, char* problem, size_t problem_size) {
+#ifdef XLA_LAMB_CUDA
+  *scratch_bytes = xla_lamb::cuda::ScratchBytes();
+  *runtime_version = xla_lamb::cuda::RuntimeVersion();
+  *driver_version = xla_lamb::cuda::DriverVersion();
+  std::snprintf(problem, problem_size, "%s", xla_lamb::cuda::Problem().c_str());
+  return true;
+#else
+  (void)scratch_bytes, (void)runtime_version, (void)driver_version, (void)problem, (void)problem_size;
+  return false;
+#endif
+}
 
 // Row i of the table; false when there is none.
 XLA_LAMB_EXPORT bool xla_lamb_handler(int i, const char** name, const char** platform, void** handler) {

@@ -1,26 +1,13 @@
-#include "ffi/handlers.h"
+#include "ffi/decode.h"
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "ffi/kernel.h"
-
 namespace xla_lamb {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The attributes that all parts of a step share: what is fixed when the optimizer is built. One number for each tensor, or one for all.
-struct Attributes {
-  ffi::Span<const int32_t> decays;      // 0 or 1
-  ffi::Span<const int32_t> adapts;      // Adapt
-  ffi::Span<const int32_t> layer_axes;  // leading axes that index independent layers, those of the batch included
-  int32_t decay;                        // Decay
-  double norm_bounds[2];
-  double ratio_bounds[2];
-  bool emit_updates;
-};
 
 ffi::Error Invalid(const std::string& what) { return ffi::Error::InvalidArgument("xla_lamb: " + what); }
 
@@ -82,6 +69,12 @@ class Reader {
     return **buffer;
   }
 
+  Scratch ScratchResult() {
+    const ffi::AnyBuffer buffer = Result("scratch");
+    if (ok() && buffer.element_type() != ffi::DataType::U8) Fail("the scratch must be uint8, but has " + Describe(buffer));
+    return {buffer.untyped_data(), static_cast<int64_t>(buffer.element_count())};
+  }
+
   // Tensors of one kind have one type, and the shape of their parameter.
   void Expect(const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& like, size_t index, Type* type, const char* what) {
     Type found;
@@ -113,34 +106,19 @@ class Reader {
   std::string problem_;
 };
 
-// The scalars as doubles: they are float32, or float64 with float64 parameters.
-std::vector<double> ReadScalars(const ffi::AnyBuffer& buffer, Reader* reader) {
-  const auto dims = buffer.dimensions();
+// The number of rows of scalars.
+int64_t Rows(const ffi::AnyBuffer& scalars, Reader* reader) {
+  const auto dims = scalars.dimensions();
   if (dims.size() < 1 || dims.back() != kNumScalars) {
-    reader->Fail("the scalars must have shape [..., " + std::to_string(static_cast<int>(kNumScalars)) + "], but have " + Describe(buffer));
-    return std::vector<double>(kNumScalars);
+    reader->Fail("the scalars must have shape [..., " + std::to_string(static_cast<int>(kNumScalars)) + "], but have " + Describe(scalars));
+    return 1;
   }
-  const size_t count = buffer.element_count();
-  if (buffer.element_type() == ffi::DataType::F64) {
-    const double* values = static_cast<const double*>(buffer.untyped_data());
-    return std::vector<double>(values, values + count);
-  }
-  if (buffer.element_type() == ffi::DataType::F32) {
-    const float* values = static_cast<const float*>(buffer.untyped_data());
-    return std::vector<double>(values, values + count);
-  }
-  reader->Fail("the scalars must be float32 or float64, but have " + Describe(buffer));
-  return std::vector<double>(kNumScalars);
+  return static_cast<int64_t>(scalars.element_count()) / kNumScalars;
 }
 
-Pool PoolOf(ffi::ThreadPool& threads) {
-  Pool pool;
-  pool.threads = threads.num_threads();
-  pool.schedule = [&threads](std::function<void()> task) { threads.Schedule(std::move(task)); };
-  return pool;
-}
+}  // namespace
 
-ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& attributes) {
+ffi::Error Decode(Part part, ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& attributes, Step* out, Scratch* scratch) {
   const bool moments = part != Part::kApply, apply = part != Part::kMoments;
   const size_t n = attributes.decays.size();
   if (attributes.adapts.size() != n || attributes.layer_axes.size() != n) {
@@ -151,14 +129,14 @@ ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi
     return Invalid("decay must be 0, 1 or 2, not " + std::to_string(attributes.decay));
   }
   const size_t operands = 1 + (part == Part::kApply ? 1 + 3 * n : 4 * n);
-  const size_t results = (part == Part::kStep ? 3 * n : part == Part::kMoments ? 2 * n : n) + 1;
+  const size_t results = (part == Part::kStep ? 3 * n : part == Part::kMoments ? 2 * n : n) + 1 + (scratch != nullptr);
   if (args.size() != operands || rets.size() != results) {
     return Invalid("a call for " + std::to_string(n) + " tensors has " + std::to_string(operands) + " operands and " +
                    std::to_string(results) + " results, not " + std::to_string(args.size()) + " and " + std::to_string(rets.size()));
   }
 
   Reader reader(args, rets);
-  Step step;
+  Step& step = *out;
   step.part = part;
   step.decay = static_cast<Decay>(attributes.decay);
   step.emit_updates = attributes.emit_updates;
@@ -167,9 +145,8 @@ ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi
     step.ratio_bounds[i] = attributes.ratio_bounds[i];
   }
   const ffi::AnyBuffer scalar_buffer = reader.Operand("scalars");
-  const std::vector<double> scalars = ReadScalars(scalar_buffer, &reader);
-  step.scalars = scalars.data();
-  step.rows = static_cast<int64_t>(scalars.size() / kNumScalars);
+  step.scalars = scalar_buffer.untyped_data();
+  step.rows = Rows(scalar_buffer, &reader);
   const ffi::AnyBuffer sums_in = apply && !moments ? reader.Operand("sums") : scalar_buffer;
 
   std::vector<ffi::AnyBuffer> shapes;
@@ -220,6 +197,7 @@ ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi
   if (moments) write("new second moment", &second_out, &Tensor::second_moment_out);
   const int64_t columns = apply ? 3 : 2;
   const ffi::AnyBuffer table = reader.Result(apply ? "trust ratios" : "sums");
+  if (scratch != nullptr) *scratch = reader.ScratchResult();
 
   if (n > 0) {
     const Types& types = step.types;
@@ -230,8 +208,8 @@ ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi
       return Decode(buffer.element_type(), &type) && type == arithmetic && buffer.dimensions().size() == 2 &&
              buffer.dimensions()[0] == layers && buffer.dimensions()[1] == width;
     };
-    if ((scalar_buffer.element_type() == ffi::DataType::F64) != wide) {
-      reader.Fail("the scalars must be float64 if and only if the parameters are");
+    if (scalar_buffer.element_type() != (wide ? ffi::DataType::F64 : ffi::DataType::F32)) {
+      reader.Fail("the scalars must be float64 with float64 parameters, else float32, but have " + Describe(scalar_buffer));
     }
     if (types.first_moment != types.second_moment || first_out != types.first_moment || second_out != types.second_moment ||
         (wide ? types.first_moment != Type::kF64 : types.first_moment != Type::kF32 && types.first_moment != Type::kBF16)) {
@@ -250,93 +228,32 @@ ffi::Error Run(Part part, ffi::ThreadPool& threads, ffi::RemainingArgs args, ffi
 
   (apply ? step.trust : step.sums) = table.untyped_data();
   if (!moments) step.sums = sums_in.untyped_data();
-  xla_lamb::Run(step, PoolOf(threads));
   return ffi::Error::Success();
 }
 
-template <Part kPart>
-ffi::Error RunPart(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int32_t> decays,
-                   ffi::Span<const int32_t> adapts, ffi::Span<const int32_t> layer_axes, int32_t decay, double norm_low,
-                   double norm_high, double ratio_low, double ratio_high, bool emit_updates) {
-  const Attributes attributes = {decays, adapts, layer_axes, decay, {norm_low, norm_high}, {ratio_low, ratio_high}, emit_updates};
-  return Run(kPart, threads, args, rets, attributes);
-}
-
-#define XLA_LAMB_BIND_STEP()                              \
-  ffi::Ffi::Bind()                                        \
-      .Ctx<ffi::ThreadPool>()                             \
-      .RemainingArgs() /* see xla_lamb/step.py */         \
-      .RemainingRets()                                    \
-      .Attr<ffi::Span<const int32_t>>("decays")           \
-      .Attr<ffi::Span<const int32_t>>("adapts")           \
-      .Attr<ffi::Span<const int32_t>>("layer_axes")       \
-      .Attr<int32_t>("decay")                             \
-      .Attr<double>("norm_low")                           \
-      .Attr<double>("norm_high")                          \
-      .Attr<double>("ratio_low")                          \
-      .Attr<double>("ratio_high")                         \
-      .Attr<bool>("emit_updates")
-
-// Results: [rows, 2] of float32 or, for float64 gradients, float64: the sum of squares, and 1 if every element is finite, else 0.
-ffi::Error RunGradNorm(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> result) {
-  GradNorm norm;
-  const auto dims = result->dimensions();
-  if (dims.size() != 2 || dims[1] != 2 || dims[0] < 1) return Invalid("the result must have shape [rows, 2], but has " + Describe(*result));
-  norm.rows = dims[0];
-  for (size_t i = 0; i < args.size(); ++i) {
-    const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(i);
-    Type type;
-    if (!Decode(buffer.element_type(), &type)) return Invalid("gradient " + std::to_string(i) + " must be float32, bfloat16, float16 or float64, but has " + Describe(buffer));
-    if (i == 0) norm.type = type;
-    if (type != norm.type) return Invalid("gradients of one call must have one type, but gradient " + std::to_string(i) + " has " + Describe(buffer));
+ffi::Error Decode(ffi::RemainingArgs args, ffi::RemainingRets rets, GradNorm* out, Scratch* scratch) {
+  GradNorm& norm = *out;
+  Reader reader(args, rets);
+  const ffi::AnyBuffer result = reader.Result("norm");
+  if (scratch != nullptr) *scratch = reader.ScratchResult();
+  const auto dims = result.dimensions();
+  if (dims.size() != 2 || dims[1] != 2 || dims[0] < 1) reader.Fail("the result must have shape [rows, 2], but has " + Describe(result));
+  norm.rows = reader.ok() ? dims[0] : 1;
+  for (size_t i = 0; i < args.size() && reader.ok(); ++i) {
+    const ffi::AnyBuffer buffer = reader.Operand("gradient");
+    reader.Expect(buffer, buffer, i, &norm.type, "gradient");
     const int64_t size = static_cast<int64_t>(buffer.element_count());
-    if (size % norm.rows != 0) return Invalid("gradient " + std::to_string(i) + " has " + Describe(buffer) + ", which cannot be cut into " + std::to_string(norm.rows) + " rows");
+    if (size % norm.rows != 0) {
+      reader.Fail("gradient " + std::to_string(i) + " has " + Describe(buffer) + ", which cannot be cut into " + std::to_string(norm.rows) + " rows");
+    }
     norm.gradients.push_back({buffer.untyped_data(), size});
   }
-  const bool wide = norm.type == Type::kF64;
-  if (result->element_type() != (wide ? ffi::DataType::F64 : ffi::DataType::F32)) {
-    return Invalid("the result must be float64 if the gradients are, else float32, but has " + Describe(*result));
+  if (reader.ok() && result.element_type() != (norm.type == Type::kF64 ? ffi::DataType::F64 : ffi::DataType::F32)) {
+    reader.Fail("the result must be float64 if the gradients are, else float32, but has " + Describe(result));
   }
-  std::vector<double> sums(norm.rows);
-  const auto finite = std::make_unique<bool[]>(norm.rows);
-  norm.sum_of_squares = sums.data();
-  norm.finite = finite.get();
-  xla_lamb::Run(norm, PoolOf(threads));
-  for (int64_t row = 0; row < norm.rows; ++row) {
-    if (wide) {
-      double* out = static_cast<double*>(result->untyped_data()) + 2 * row;
-      out[0] = sums[row];
-      out[1] = finite[row];
-    } else {
-      float* out = static_cast<float*>(result->untyped_data()) + 2 * row;
-      out[0] = static_cast<float>(sums[row]);
-      out[1] = finite[row];
-    }
-  }
+  if (!reader.ok()) return Invalid(reader.problem());
+  norm.result = result.untyped_data();
   return ffi::Error::Success();
-}
-
-}  // namespace
-
-XLA_FFI_Error* StepOnCpu(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = XLA_LAMB_BIND_STEP().To(RunPart<Part::kStep>).release();
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* MomentsOnCpu(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = XLA_LAMB_BIND_STEP().To(RunPart<Part::kMoments>).release();
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* ApplyOnCpu(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = XLA_LAMB_BIND_STEP().To(RunPart<Part::kApply>).release();
-  return handler->Call(frame);
-}
-
-XLA_FFI_Error* GradNormOnCpu(XLA_FFI_CallFrame* frame) {
-  static const auto* handler =
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().Ret<ffi::AnyBuffer>().To(RunGradNorm).release();
-  return handler->Call(frame);
 }
 
 }  // namespace xla_lamb
