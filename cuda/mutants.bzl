@@ -1,0 +1,105 @@
+"""The CUDA kernel with a fault, each of which kernel_test must find: a test that cannot fail proves nothing."""
+
+load("@local_python//:python.bzl", "PYTHON")
+load("//tools:sanitizers.bzl", "SANITIZERS", "sanitized")
+load("//ffi:kernel.bzl", "COPTS")
+
+# name: (what is replaced, by what, under which of SANITIZERS, what the test says)
+MUTANTS = {
+    "removed_barrier": (
+        "  __syncthreads();\n  if (threadIdx.x != 0) return;\n  for (int i = 1;",
+        "  if (threadIdx.x != 0) return;\n  for (int i = 1;",
+        "",
+        "FAILED",
+    ),
+    "removed_barrier_race": (
+        "  __syncthreads();\n  if (threadIdx.x != 0) return;\n  for (int i = 1;",
+        "  if (threadIdx.x != 0) return;\n  for (int i = 1;",
+        "thread_",
+        "data race",
+    ),
+    "removed_order_between_blocks": (
+        "StoreRelease(arrived, kReady);",
+        "__atomic_store_n(arrived, kReady, __ATOMIC_RELAXED);",
+        "thread_",
+        "data race",
+    ),
+    "wrong_index": (
+        "StoreShared<kCount>(u, Slot(work.slot) + at);",
+        "StoreShared<kCount>(u, Slot(work.slot + 1) + at);",
+        "address_",
+        "heap-buffer-overflow",
+    ),
+    "unwritten_output": (
+        "StoreVector<kCount>(second, second_moment_out, m_type, at, use);",
+        "",
+        "",
+        "FAILED",
+    ),
+    "waits_for_blocks_that_do_not_run": (
+        "!(full && all_taken)",
+        "!full",
+        "",
+        "deadlock",
+    ),
+    "sums_in_order_of_arrival": (
+        "table_.scratch.sums[2 * chunk.index] = p_square;\n      table_.scratch.sums[2 * chunk.index + 1] = u_square;\n" +
+        "      shared_.last = FetchAdd(arrived, 1) + 1 == chunk.chunks;",
+        "const uint32_t place = FetchAdd(arrived, 1);\n      table_.scratch.sums[2 * (chunk.first + place)] = p_square;\n" +
+        "      table_.scratch.sums[2 * (chunk.first + place) + 1] = u_square;\n      shared_.last = place + 1 == chunk.chunks;",
+        "",
+        "other bits",
+    ),
+}
+
+def kernel_for_host(name, sanitizers):
+    """The kernel and its launcher, compiled for the emulation.
+
+    Args:
+      name: of the library, whose source is NAME.cc.
+      sanitizers: an entry of SANITIZERS.
+    """
+    native.cc_library(
+        name = name,
+        testonly = True,
+        srcs = [name + ".cc", ":launch.cc"],
+        hdrs = [":headers"],
+        copts = COPTS + ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"] + sanitized(SANITIZERS[sanitizers]),
+        linkstatic = True,
+        visibility = ["//cuda:__subpackages__"],
+        deps = [
+            "//cuda/emulation",
+            "//ffi:step",
+        ],
+    )
+
+def mutant_test(name, old, new, sanitizers, expected):
+    """A test that kernel_test fails on a kernel with `new` in place of `old`, and says `expected`."""
+    native.genrule(
+        name = name + "_source",
+        srcs = [":kernel.cu"],
+        outs = [name + "_kernel.cc"],
+        cmd = "'%s' $(location //tools:replace.py) $< $@ '%s' '%s'" % (PYTHON, old, new),
+        tools = ["//tools:replace.py"],
+    )
+    kernel_for_host(name + "_kernel", sanitizers)
+    native.cc_binary(
+        name = name + "_kernel_test",
+        testonly = True,
+        srcs = [":kernel_test.cc"],
+        copts = COPTS + sanitized(SANITIZERS[sanitizers]),
+        linkopts = SANITIZERS[sanitizers],
+        deps = [
+            ":" + name + "_kernel",
+            "//ffi:kernel",
+            "//ffi:kernel_headers",
+            "//ffi:kernel_testing",
+        ],
+    )
+    native.sh_test(
+        name = name + "_test",
+        timeout = "moderate",
+        srcs = [":must_fail.sh"],
+        args = ["$(location :%s_kernel_test)" % name, "'%s'" % expected],
+        data = [":%s_kernel_test" % name],
+    )
