@@ -4,18 +4,25 @@ PYTHON ?= python3# to make the virtual environment from
 
 VENV := .venv
 INSTALLED := $(VENV)/installed.lock
+COMPILERS := $(VENV)/compilers
 
 .PHONY: help venv build test demo wheel clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-venv: $(INSTALLED)  ## The virtual environment .venv with the pinned packages of requirements.lock
+venv: $(INSTALLED) $(COMPILERS)/installed.lock  ## The virtual environment .venv with the pinned packages of requirements*.lock
 
 $(INSTALLED): requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "The pinned packages need Python 3.11 or newer: set PYTHON.")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --requirement $<
+	cp $< $@
+
+# XLA's compilers for GPUs and TPUs, in a folder that only tests look into: JAX loads every plugin that it finds.
+$(COMPILERS)/installed.lock: requirements-compilers.lock $(INSTALLED)
+	rm -rf $(COMPILERS)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(COMPILERS) --requirement $<
 	cp $< $@
 
 build: venv  ## The shared library bazel-bin/xla_lamb/libxla_lamb.so, which the package in this tree finds by itself

@@ -12,8 +12,11 @@ for path in (str(TESTS.parent), str(TESTS)):
 os.environ.update(
     JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow", TF_ENABLE_ONEDNN_OPTS="0"
 )
+tested = os.environ.get("XLA_LAMB_TESTED_LIBRARY")  # another library than the tree's own
 for name in ("XLA_LAMB_IMPLEMENTATION", "XLA_LAMB_LIBRARY", "JAX_ENABLE_X64", "NPROC", "KERAS_HOME"):
     os.environ.pop(name, None)
+if tested:
+    os.environ["XLA_LAMB_LIBRARY"] = tested
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

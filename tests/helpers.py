@@ -164,6 +164,15 @@ def copies(hlo, least=2):
     return found
 
 
+def emulated_library():
+    """The library whose kernel for the CPU is the CUDA kernel under emulation, and which has none for CUDA."""
+    path = ROOT / "cuda" / "emulation" / "libxla_lamb_emulated.so"  # beside the tests in Bazel's runfiles
+    if not path.exists():
+        path = ROOT / "bazel-bin" / "cuda" / "emulation" / path.name
+    assert path.exists(), f"there is no {path}: build it with `tools/bazel.sh build //cuda/emulation/...`"
+    return path
+
+
 # Fresh processes ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import helpers
 from xla_lamb import doctor, library
 
 
@@ -24,10 +25,11 @@ def test_json():
     calls = ["xla_lamb_step", "xla_lamb_moments", "xla_lamb_apply", "xla_lamb_grad_norm"]
     assert report["library"]["path"] == library.load().path
     assert report["library"]["xla_ffi"] == "0.1"
-    assert [h["name"] for h in report["library"]["handlers"]] == calls
+    assert [(h["name"], h["platform"]) for h in report["library"]["handlers"]] == [(c, p) for p in ("cpu", "cuda") for c in calls]
+    assert report["library"]["cuda"]["runtime"] and report["library"]["cuda"]["driver"] is None
     for framework in ("jax", "tensorflow"):
         assert report[framework]["problem"] is None
-        assert report[framework]["registered"] == {"cpu": calls, "cuda": []}
+        assert report[framework]["registered"] == {"cpu": calls, "cuda": calls}
         assert [d["path"] for d in report[framework]["devices"]] == ["fused kernel"]
 
 
@@ -57,4 +59,11 @@ def test_text():
     text = doctor.text(doctor.report())
     assert "cpu:0: fused kernel" in text
     assert "registered for cpu: xla_lamb_step" in text
+    assert "registered for cuda: xla_lamb_step" in text
+    assert "this machine has no NVIDIA driver" in text
+
+
+def test_library_of_the_cpu_alone():
+    text = run(XLA_LAMB_LIBRARY=helpers.emulated_library())
+    assert "CUDA: no kernels: the library was built for the CPU alone" in text
     assert "registered for cuda: nothing" in text

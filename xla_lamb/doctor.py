@@ -35,6 +35,7 @@ def report() -> dict[str, Any]:
             "problem": problem,
             "instruction_set": loaded.instruction_set if loaded else None,
             "xla_ffi": _text(loaded.ffi_version) if loaded else None,
+            "cuda": {"runtime": loaded.cuda.runtime, "driver": loaded.cuda.driver, "problem": loaded.cuda.problem} if loaded and loaded.cuda else None,
             "handlers": [{"name": h.name, "platform": h.platform} for h in loaded.handlers] if loaded else [],
         },
         "jax": _framework("jax", loaded, _jax_devices, lambda: library.jax_ffi_version()),
@@ -52,6 +53,8 @@ def text(report: dict[str, Any]) -> str:
         f"implementation: {report['implementation']}",
         f"library: {lib['path']} (XLA FFI {lib['xla_ffi']}, {lib['instruction_set']} loops)" if lib["path"] else f"library: none: {lib['problem']}",
     ]
+    if lib["path"]:
+        lines.append(f"CUDA: {_cuda(lib['cuda'])}")
     for name in ("jax", "tensorflow"):
         framework = report[name]
         if framework["problem"]:
@@ -62,6 +65,13 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"  registered for {platform_name}: {', '.join(calls) or 'nothing'}")
         lines += [f"  {d['device']}: {d['path']}" + (f", because {d['why']}" if d["why"] else "") for d in framework["devices"]]
     return "\n".join(lines)
+
+
+def _cuda(cuda: dict[str, Any] | None) -> str:
+    if cuda is None:
+        return "no kernels: the library was built for the CPU alone"
+    driver = f"the driver supports CUDA {cuda['driver']}" if cuda["driver"] else "this machine has no NVIDIA driver"
+    return f"kernels built with CUDA {cuda['runtime']}; {driver}" + (f"; {cuda['problem']}" if cuda["problem"] else "")
 
 
 def _framework(name: str, loaded, devices, ffi_version) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import warnings
 
 LIBRARY_VARIABLE = "XLA_LAMB_LIBRARY"
 LIBRARY_NAME = "libxla_lamb.so"
-INTERFACE = 1  # as in ffi/registry.cc
+INTERFACE = 2  # as in ffi/registry.cc
 # As XLA spells the platforms, and as JAX does.
 _JAX_PLATFORM = {"Host": "cpu", "CUDA": "cuda"}
 _TENSORFLOW_API = ("XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv")
@@ -42,12 +42,21 @@ class Handler:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cuda:
+    scratch_bytes: int  # of the result that each call has for the kernel's own use
+    runtime: str  # version of CUDA that the library was built with
+    driver: str | None  # version that this machine's driver supports; None without a driver
+    problem: str | None  # why a GPU of this machine cannot run the kernels
+
+
+@dataclasses.dataclass(frozen=True)
 class Library:
     path: str
     functions: ctypes.CDLL
     ffi_version: tuple[int, int]
     instruction_set: str
     handlers: tuple[Handler, ...]
+    cuda: Cuda | None  # None if it was built for the CPU alone
 
 
 def candidates() -> list[pathlib.Path]:
@@ -90,7 +99,21 @@ def _load() -> Library | str:
         ffi_version=(functions.xla_lamb_ffi_major(), functions.xla_lamb_ffi_minor()),
         instruction_set=functions.xla_lamb_instruction_set().decode(),
         handlers=tuple(handlers),
+        cuda=_cuda(functions),
     )
+
+
+def _cuda(functions: ctypes.CDLL) -> Cuda | None:
+    scratch, runtime, driver = ctypes.c_int64(), ctypes.c_int(), ctypes.c_int()
+    problem = ctypes.create_string_buffer(1024)
+    functions.xla_lamb_cuda.restype = ctypes.c_bool
+    has_cuda = functions.xla_lamb_cuda(
+        ctypes.byref(scratch), ctypes.byref(runtime), ctypes.byref(driver), problem, ctypes.c_size_t(len(problem))
+    )
+    if not has_cuda:
+        return None
+    text = lambda version: f"{version // 1000}.{version % 1000 // 10}"
+    return Cuda(scratch.value, text(runtime.value), text(driver.value) if driver.value else None, problem.value.decode() or None)
 
 
 def _check_whole(path: pathlib.Path) -> None:
@@ -133,6 +156,8 @@ def _why_not(framework: str, platform: str) -> str | None:
         handlers = [h for h in library.handlers if h.platform == platform]
         if not handlers:
             return f"{library.path} holds no kernel for {platform}"
+        if platform == "cuda" and library.cuda and library.cuda.problem:
+            return library.cuda.problem
         {"jax": _register_with_jax, "tensorflow": _register_with_tensorflow}[framework](library, handlers)
     except Unavailable as error:
         return str(error)

@@ -12,7 +12,8 @@ Two primitives take any number of tensors at once:
     grad_norm  N gradients -> [..., 2]: the sum of their squares, and 1 if all is finite, else 0.
 
 Where the kernel is used, a primitive becomes one custom call for each group of tensors, in place where XLA lets it: new
-moments take the buffers of the moments, new parameters those of the parameters, updates those of the gradients.
+moments take the buffers of the moments, new parameters those of the parameters, updates those of the gradients. On CUDA a call has one more
+result, scratch memory.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ from xla_lamb import config, library, reference
 from xla_lamb.reference import Spec
 
 # Tensors of one custom call, for each platform. XLA's CPU compiler takes time with the cube of the aliased operands of a call
-# (400 tensors in one call: 2.3 s, 800: 17 s); 64 compiles fast, and lets a group start when its own gradients are there.
+# (400 tensors in one call: 2.3 s, 800: 17 s); 64 compiles fast, and lets a group start when its own gradients are there. The CUDA kernel
+# takes 400 in one launch.
 GROUP_SIZE = {"cpu": 64, "cuda": 400}
 PLATFORMS = tuple(GROUP_SIZE)
+# Elements of one call: beyond that the CUDA kernel would work in larger chunks, which do not stay on the chip between the passes.
+GROUP_ELEMENTS = {"cpu": None, "cuda": 500_000_000}
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -214,6 +218,29 @@ def _apply_jit(scalars, sums, p, m, v, spec, dtype):
     return reference.apply_of(scalars, sums, p, m, v, spec, 0, dtype)
 
 
+def _groups(platform: str, shapes) -> list[list[int]]:
+    """The indices of the tensors of each call, in order."""
+    limit = GROUP_ELEMENTS[platform] or math.inf
+    groups: list[list[int]] = []
+    elements = 0
+    for i, size in enumerate(map(math.prod, shapes)):
+        if not groups or len(groups[-1]) == GROUP_SIZE[platform] or elements + size > limit:
+            groups.append([])
+            elements = 0
+        groups[-1].append(i)
+        elements += size
+    return groups
+
+
+def _scratch(platform: str) -> list[jax.ShapeDtypeStruct]:
+    """The last result of each call on CUDA: memory for the kernel's own use.
+
+    It is a result, and not of XLA's scratch allocator, since a CUDA graph that recorded the call replays with the same address: a result's
+    memory is the executable's, scratch memory is free again when the handler returns.
+    """
+    return [jax.ShapeDtypeStruct((library.load().cuda.scratch_bytes,), np.uint8)] if platform == "cuda" else []
+
+
 def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options):
     n = len(spec.decays)
     scalars, sums, p, g, m, v = _unpack(operands, part, n)
@@ -223,8 +250,7 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
     columns = avals[-1].shape[-1]
     results: list[list] = [[] for _ in range((len(avals) - 1) // n)]
     tables = []
-    for start in range(0, n, GROUP_SIZE[platform]):
-        indices = range(start, min(start + GROUP_SIZE[platform], n))
+    for indices in _groups(platform, shapes):
         k = len(indices)
         pick = lambda values: [values[i] for i in indices]
         group = spec.select(indices)
@@ -233,6 +259,8 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
         inputs = [scalars, *([flat(pick(sums), 2)] if part == "apply" else []), *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
         kinds = [avals[j * n : (j + 1) * n] for j in range(len(results))]
         outs = [*(x for kind in kinds for x in pick(kind)), jax.ShapeDtypeStruct((sum(rows), columns), scalars.dtype)]
+        last = len(outs) - 1
+        outs += _scratch(platform)
         call = jax.ffi.ffi_call(f"xla_lamb_{part}", outs, input_output_aliases=_aliases(part, group, k, inputs, outs))
         values = call(
             *inputs,
@@ -251,11 +279,11 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
         if spec.batch_axes:
             ends = np.cumsum(rows)
             tables += [
-                values[-1][end - count : end].reshape(*shapes[i][: spec.layer_axes[i]], columns)
+                values[last][end - count : end].reshape(*shapes[i][: spec.layer_axes[i]], columns)
                 for i, count, end in zip(indices, rows, ends)
             ]
         else:
-            tables.append(values[-1])
+            tables.append(values[last])
     return [*(x for kind in results for x in kind), _join(tables, spec)]
 
 
@@ -291,9 +319,8 @@ def _grad_norm_reference(*grads, batch_axes: int, options):
 def _grad_norm_fused(platform: str, *grads, batch_axes: int, options):
     out = _grad_norm_shape(*grads, batch_axes=batch_axes, options=options)
     flat = jax.ShapeDtypeStruct((math.prod(out.shape[:-1]), 2), out.dtype)
-    size = GROUP_SIZE[platform]
-    call = jax.ffi.ffi_call("xla_lamb_grad_norm", flat)
-    parts = [call(*grads[start : start + size]) for start in range(0, len(grads), size)]
+    call = jax.ffi.ffi_call("xla_lamb_grad_norm", [flat, *_scratch(platform)])
+    parts = [call(*(grads[i] for i in group))[0] for group in _groups(platform, [g.shape for g in grads])]
     return _combine_norms(parts).reshape(out.shape)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import helpers
 import xla_lamb
+from xla_lamb import library
 
 SMALL = [(3, 5), (17,), ()]
 MANY = [(8 + i % 5, 3) if i % 2 else (16 + i % 7,) for i in range(391)]  # as many tensors as BERT-large
@@ -49,8 +50,37 @@ def test_cpu_takes_the_custom_call(method, options):
     assert text.count("@xla_lamb_grad_norm") == (1 if options else 0)
 
 
-# CUDA joins CPU when its handlers are registered; until then a call there would be one that nobody answers.
-@pytest.mark.parametrize("platform", ["cuda", "tpu", "rocm"])
+@pytest.mark.parametrize("method", ["step", "update"])
+@pytest.mark.parametrize("options", [{}, dict(variant="nvlamb")], ids=["optax", "nvlamb"])
+def test_cuda_takes_the_custom_call(method, options):
+    """With one more result than on the CPU, scratch memory of one size; test_cuda_compiler.py compiles it."""
+    text = lowered("cuda", method=method, **options)
+    assert text.count("@xla_lamb_step") == 1
+    assert text.count("@xla_lamb_grad_norm") == (1 if options else 0)
+    assert set(re.findall(r"tensor<(\d+)xui8>", text)) == {str(library.load().cuda.scratch_bytes)}
+
+
+def test_cuda_takes_the_reference_when_nothing_is_registered():
+    code = """
+import jax, helpers, xla_lamb
+opt, params = xla_lamb.lamb(1e-2), helpers.tree([(3, 5)])
+text = jax.jit(opt.step).trace(params, opt.init(params), params).lower(lowering_platforms=("cuda",)).as_text()
+assert "xla_lamb_" not in text and "stablehlo.sqrt" in text
+"""
+    helpers.python(code, XLA_LAMB_LIBRARY=helpers.emulated_library())
+
+
+@pytest.mark.parametrize("n, calls", [(400, 1), (401, 2)])
+def test_tensors_of_a_call_on_cuda(n, calls):
+    assert lowered("cuda", shapes=[(3,)] * n).count("@xla_lamb_step") == calls
+
+
+def test_elements_of_a_call_on_cuda():
+    """A call with more would work in larger chunks; a tensor that is larger has a call of its own."""
+    assert lowered("cuda", shapes=[(200_000_000,)] * 4 + [(600_000_000,), (3,)]).count("@xla_lamb_step") == 4
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
 @pytest.mark.parametrize("method", ["step", "update"])
 def test_other_platforms_take_the_reference(platform, method):
     text = lowered(platform, method=method, variant="nvlamb")

@@ -1,4 +1,4 @@
-"""What TensorFlow's XLA makes of a step on variables: CPU takes the custom call, in place; GPU the reference until its kernel comes."""
+"""What TensorFlow's XLA makes of a step on variables: CPU and GPU take the custom call, in place."""
 
 import re
 
@@ -8,6 +8,7 @@ from tensorflow.compiler.tf2xla.python.xla import call_module
 
 import helpers
 import xla_lamb.tensorflow as ours
+from xla_lamb import library
 
 SMALL = [(3, 5), (17,), ()]
 MANY = [(8 + i % 5, 3) if i % 2 else (16 + i % 7,) for i in range(391)]
@@ -55,13 +56,16 @@ def module_of(step, *arguments):
     return call, [tf.as_dtype(t) for t in attr["Tin"].list.type]
 
 
-@pytest.mark.parametrize("platform, calls", [("CPU", ["xla_lamb_grad_norm", "xla_lamb_step"]), ("GPU", [])])
-def test_platform_decides(platform, calls):
+@pytest.mark.parametrize("platform, scratch", [("CPU", False), ("GPU", True)])
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_platform_decides(platform, scratch, implementation):
     """One module serves both; on a machine without a GPU it can be lowered for one as long as no argument is a variable."""
+    calls = ["xla_lamb_grad_norm", "xla_lamb_step"] if implementation == "auto" else []
     shapes = [(3, 5), (17,)]
     variables = [tf.Variable(x) for x in helpers.tree(shapes)]
     state = ours.init_state(variables)
-    step = tf.function(lambda g: ours.lamb_step(variables, g, state, 1e-2, variant="nvlamb"), jit_compile=True, autograph=False)
+    options = dict(variant="nvlamb", implementation=implementation)
+    step = tf.function(lambda g: ours.lamb_step(variables, g, state, 1e-2, **options), jit_compile=True, autograph=False)
     grads = [tf.constant(x) for x in helpers.gradients(1, shapes)[0]]
     call, types = module_of(step, grads)
     arrays = [*variables, *grads, *state.first_moments, *state.second_moments]
@@ -70,6 +74,7 @@ def test_platform_decides(platform, calls):
     hlo = call.experimental_get_compiler_ir(*operands)(stage="hlo", platform_name=platform)
     assert sorted(set(helpers.lamb_calls(hlo))) == calls
     assert bool(re.search(r"f32\[17\]\S* sqrt\(", hlo)) == (not calls)  # of the second moments: the reference
+    assert (f"u8[{library.load().cuda.scratch_bytes}]" in hlo) == (bool(calls) and scratch)
 
 
 def test_module_is_linear_in_the_variables():

@@ -1,0 +1,134 @@
+"""The machine code of the CUDA kernels in the library: nothing spilled, few enough registers for the blocks that policy.h counts on, and
+accesses of 16 bytes. Read with NVIDIA's cuobjdump, which needs no GPU."""
+
+import collections
+import functools
+import os
+import re
+import subprocess
+
+import pytest
+
+import compilers
+from xla_lamb import library
+
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+PARTS, KINDS = ["step", "moments", "apply"], ["float32", "mixed", "halves", "float64"]
+STEPS = [f"{part} {kind}" for part in PARTS for kind in KINDS]
+NORMS = ["norm float, 8", "norm float, 4", "norm double, 2"]
+
+
+def cuobjdump(*arguments):
+    folder = compilers.COMPILERS / "nvidia" / "cu13" / "bin"
+    assert (folder / "cuobjdump").exists(), f"there is no cuobjdump in {folder}: run `make venv`"
+    environment = dict(os.environ, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")  # it calls nvdisasm
+    run = subprocess.run([folder / "cuobjdump", *arguments, library.load().path], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def kernel(mangled):
+    """"step float32" or "norm float, 8" of a kernel's name in the object code."""
+    found = re.search(r"StepKernelILNS_4PartE(\d)ELNS0_4KindE(\d)E", mangled)
+    if found:
+        return f"{PARTS[int(found[1])]} {KINDS[int(found[2])]}"
+    found = re.search(r"NormKernelI([fd])Li(\d)E", mangled)
+    return f"norm {dict(f='float', d='double')[found[1]]}, {found[2]}"
+
+
+@functools.cache
+def resources():
+    """{architecture: {kernel: {"REG": registers of a thread, "STACK": bytes, "LOCAL": bytes}}}"""
+    found = collections.defaultdict(dict)
+    for line in cuobjdump("-res-usage").splitlines():
+        if line.startswith("arch ="):
+            architecture = line.split()[-1]
+        elif line.startswith(" Function "):
+            name = kernel(line)
+        elif " REG:" in line and "Common" not in line:
+            found[architecture][name] = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
+    return found
+
+
+@functools.cache
+def accesses(architecture):
+    """{kernel: how often each instruction that reads or writes memory occurs, with its suffixes}"""
+    found = collections.defaultdict(collections.Counter)
+    for line in cuobjdump("-sass", "-arch", architecture).splitlines():
+        if "Function :" in line:
+            name = kernel(line)
+        for instruction in re.findall(r"\b((?:LDG|STG|LDS|STS|LDL|STL|RED|ATOMG?)\b[.\w]*)", line.split("/*0x")[0]):
+            found[name][instruction] += 1
+    return found
+
+
+def test_every_kernel_for_every_architecture():
+    assert sorted(resources()) == sorted(ARCHITECTURES)
+    for architecture in ARCHITECTURES:
+        assert sorted(resources()[architecture]) == sorted(STEPS + NORMS)
+
+
+def test_ptx_for_newer_ones():
+    assert set(re.findall(r"target sm_(\d+)", cuobjdump("-ptx"))) == {"90", "120"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_spilled(architecture):
+    for name, usage in resources()[architecture].items():
+        assert (usage["STACK"], usage["LOCAL"]) == (0, 0), name
+
+
+def blocks_of_an_sm(architecture, kind):
+    """As BlocksPerMultiprocessor in cuda/policy.h."""
+    major = int(architecture[3:-1])
+    if major not in (9, 10):
+        return 2
+    return {"float32": 4, "float64": 3, "mixed": 2, "halves": 3 if major == 9 else 2}[kind]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_registers_allow_the_blocks(architecture):
+    """65,536 registers of an SM, handed out by 8 to each of the 256 threads of a block: occupancy is what policy.h says."""
+    for part in PARTS:
+        for kind in KINDS:
+            registers = -(-resources()[architecture][f"{part} {kind}"]["REG"] // 8) * 8
+            assert 65536 // (256 * registers) >= blocks_of_an_sm(architecture, kind), (part, kind, registers)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_accesses_of_16_bytes(architecture):
+    """The hot loop of the float32 step: p, g, m and v in, m and v out, u to shared memory; then u and p in, p out; or p, m and v once more."""
+    code = accesses(architecture)
+    for name in STEPS:
+        wide = collections.Counter()
+        for instruction, count in code[name].items():
+            if ".128" in instruction:
+                wide[instruction.split(".")[0]] += count
+        part = name.split()[0]
+        assert wide["LDG"] >= {"step": 8, "moments": 4, "apply": 3}[part], (name, code[name])
+        assert wide["STG"] >= {"step": 4, "moments": 2, "apply": 1}[part], (name, code[name])
+        if part == "step":
+            assert wide["STS"] >= 1 and wide["LDS"] >= 1, (name, code[name])
+        assert not any(i.startswith(("LDL", "STL")) for i in code[name]), (name, code[name])
+    for name in NORMS:
+        assert sum(n for i, n in code[name].items() if i.startswith("LDG") and ".128" in i) >= 4, (name, code[name])
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_no_atomics_on_floats(architecture):
+    """The only atomic operations are additions of integers: to take work and to count arrivals."""
+    for name, found in accesses(architecture).items():
+        for instruction in found:
+            if instruction.startswith(("RED", "ATOM")):
+                assert not re.search(r"\.(F16|F32|F64|BF16|MIN|MAX)", instruction), (name, instruction)
+
+
+def test_bytes_of_the_float32_step():
+    """Counted from the code: vectors of 16 bytes of the first pass (4 in, 2 out) and of a second pass whose u waited (1 in, 1 out)."""
+    found = accesses("sm_90")["step float32"]
+    loads = sum(n for i, n in found.items() if i.startswith("LDG") and ".128" in i)
+    stores = sum(n for i, n in found.items() if i.startswith("STG") and ".128" in i)
+    copies = 3  # of a skipped step: both moments and the parameters
+    assert (loads, stores) == (4 + 1 + 3 + copies, 2 + 1 + 1 + copies)
+    through_memory = 16 * (4 + 2 + 1) / 4  # p of the second pass comes from the L2 cache
+    assert through_memory == 28
