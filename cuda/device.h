@@ -50,6 +50,13 @@ XLA_LAMB_DEVICE void* SharedMemory() {
   return shared_memory;
 }
 
+// Orders nothing, so nothing that the thread has written is waited for.
+XLA_LAMB_DEVICE uint32_t FetchAddRelaxed(uint32_t* at, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value));
+  return old;
+}
+// What this block has written is seen by whoever reads the sum, and the other way round.
 XLA_LAMB_DEVICE uint32_t FetchAdd(uint32_t* at, uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(value) : "memory");
@@ -91,6 +98,7 @@ void StoreGlobal(W value, void* to, Use use) {
 
 static inline void Prefetch(const void*) {}
 static inline void* SharedMemory() { return emulation::DynamicShared(); }
+static inline uint32_t FetchAddRelaxed(uint32_t* at, uint32_t value) { return emulation::FetchAddRelaxed(at, value); }
 static inline uint32_t FetchAdd(uint32_t* at, uint32_t value) { return emulation::FetchAddAcqRel(at, value); }
 static inline uint32_t LoadAcquire(const uint32_t* at) { return emulation::LoadAcquire(at); }
 static inline void StoreRelease(uint32_t* at, uint32_t value) { emulation::StoreRelease(at, value); }

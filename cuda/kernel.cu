@@ -1,8 +1,8 @@
 // The CUDA kernels.
 //
 // Blocks take chunks of work from a counter, in order. The first pass over a chunk writes the moments and sums the squares of p and u;
-// u stays in a slot of shared memory. Which block completes a layer's sums adds them up, always in the order of the chunks, and makes
-// the layer's ratio known. As soon as it is, each block finishes the chunks that it holds: p comes from the L2 cache, u from the slot.
+// u stays in a slot of shared memory. The block that completes a layer's sums adds them up, always in the order of the chunks, and
+// makes the layer's ratio known. As soon as it is, each block finishes the chunks that it holds: p comes from the L2 cache, u from the slot.
 // Meanwhile blocks go on with the chunks that follow, so memory is never idle.
 //
 // Nobody waits for a block that is not running: a block whose slots are full gives up the oldest of them, and computes that u again from m
@@ -90,7 +90,8 @@ struct Shared {
   bool follows;  // the work is chosen already: the second pass over the same chunk
   Chunk upcoming;
   Held held;
-  int64_t row;                                           // of the scalars, that the coefficients are from
+  int64_t row;  // of the scalars:
+  alignas(8) char scalars[kNumScalars * sizeof(double)];       // T each
   alignas(8) char coefficients[sizeof(Coefficients<double>)];  // Coefficients<T>; here, and not in registers, of which there are few
   bool last;
   double sums[kThreads / kWarp][2];
@@ -158,8 +159,8 @@ class StepBlock {
       shared_.held = Held();
       shared_.row = -1;
       shared_.follows = false;
-      taken.next = FetchAdd(table_.scratch.next_chunk, 1);
-      taken.after = FetchAdd(table_.scratch.next_chunk, 1);
+      taken.next = FetchAddRelaxed(table_.scratch.next_chunk, 1);
+      taken.after = FetchAddRelaxed(table_.scratch.next_chunk, 1);
     }
     for (;;) {
       if (threadIdx.x == 0) {
@@ -183,12 +184,18 @@ class StepBlock {
   XLA_LAMB_MEMBER void Choose(Taken* taken) {
     ChooseWork(taken);
     if (shared_.work.pass == Pass::kNone) return;
-    const int64_t row = ScalarRow(shared_.work.chunk);
+    const Chunk& chunk = shared_.work.chunk;
+    const int64_t row = static_cast<int64_t>(chunk.layer) * table_.rows / TensorOf(chunk).layers;
     if (row == shared_.row) return;
     shared_.row = row;
-    *reinterpret_cast<Coefficients<T>*>(shared_.coefficients) = MakeCoefficients<T>(Scalars(shared_.work.chunk));
+    T* scalars = reinterpret_cast<T*>(shared_.scalars);
+    for (int i = 0; i < kNumScalars; ++i) scalars[i] = static_cast<const T*>(table_.scalars)[row * kNumScalars + i];
+    *reinterpret_cast<Coefficients<T>*>(shared_.coefficients) = MakeCoefficients<T>(scalars);
   }
 
+  // Of the chosen work.
+  XLA_LAMB_MEMBER T Scalar(enum Scalar scalar) const { return Scalars()[scalar]; }
+  XLA_LAMB_MEMBER const T* Scalars() const { return reinterpret_cast<const T*>(shared_.scalars); }
   XLA_LAMB_MEMBER const Coefficients<T>& Chosen() const { return *reinterpret_cast<const Coefficients<T>*>(shared_.coefficients); }
 
   XLA_LAMB_MEMBER void ChooseWork(Taken* taken) {
@@ -234,7 +241,7 @@ class StepBlock {
     } else {
       shared_.upcoming.size = 0;
     }
-    *taken = {taken->after, FetchAdd(table_.scratch.next_chunk, 1)};
+    *taken = {taken->after, FetchAddRelaxed(table_.scratch.next_chunk, 1)};
   }
 
   XLA_LAMB_MEMBER void ChooseOldest() {
@@ -271,13 +278,6 @@ class StepBlock {
   }
   XLA_LAMB_MEMBER T* Slot(int slot) const {
     return reinterpret_cast<T*>(static_cast<char*>(SharedMemory()) + kSharedBytes) + slot * kTile;
-  }
-
-  XLA_LAMB_MEMBER int64_t ScalarRow(const Chunk& chunk) const {
-    return static_cast<int64_t>(chunk.layer) * table_.rows / TensorOf(chunk).layers;
-  }
-  XLA_LAMB_MEMBER const T* Scalars(const Chunk& chunk) const {
-    return static_cast<const T*>(table_.scalars) + ScalarRow(chunk) * kNumScalars;
   }
 
   // The types of a call, as far as the compiler can know them.
@@ -319,9 +319,8 @@ class StepBlock {
   XLA_LAMB_MEMBER void First(const Work& work) {
     const Chunk& chunk = work.chunk;
     PrefetchUpcoming();
-    const T* scalars = Scalars(chunk);
     double p_square = 0, u_square = 0;
-    if (scalars[kSkip] != 0) {
+    if (Scalar(kSkip) != 0) {
       const TensorEntry& tensor = TensorOf(chunk);
       Copy(chunk, tensor.first_moment, tensor.first_moment_out, MomentType());
       Copy(chunk, tensor.second_moment, tensor.second_moment_out, MomentType());
@@ -331,7 +330,7 @@ class StepBlock {
     Reduce(&p_square, &u_square);
     if (chunk.chunks == 1) {
       if (threadIdx.x == 0) {
-        Finish(chunk, scalars, p_square, u_square);
+        Finish(chunk, p_square, u_square);
         shared_.work.pass = Pass::kSecond;
         shared_.follows = kPart == Part::kStep;
       }
@@ -352,7 +351,7 @@ class StepBlock {
     }
     Reduce(&p_square, &u_square);
     if (threadIdx.x == 0) {
-      Finish(chunk, scalars, p_square, u_square);
+      Finish(chunk, p_square, u_square);
       StoreRelease(arrived, kReady);
     }
   }
@@ -410,39 +409,38 @@ class StepBlock {
   }
 
   // Between the passes, by thread 0: what the call returns about the layer.
-  XLA_LAMB_MEMBER void Finish(const Chunk& chunk, const T* scalars, double p_square, double u_square) const {
+  XLA_LAMB_MEMBER void Finish(const Chunk& chunk, double p_square, double u_square) const {
     if constexpr (kPart == Part::kMoments) {
       T* sums = static_cast<T*>(table_.sums) + 2 * RowOf(chunk);
       sums[0] = static_cast<T>(p_square);
       sums[1] = static_cast<T>(u_square);
     } else {
       T trust[3];
-      Ratio(chunk, scalars, p_square, u_square, trust);
+      Ratio(chunk, p_square, u_square, trust);
       for (int i = 0; i < 3; ++i) Trust(chunk)[i] = trust[i];
     }
   }
 
   // Returns the rate: the learning rate times the ratio.
-  XLA_LAMB_MEMBER T Ratio(const Chunk& chunk, const T* scalars, double p_square, double u_square, T trust[3]) const {
+  XLA_LAMB_MEMBER T Ratio(const Chunk& chunk, double p_square, double u_square, T trust[3]) const {
     trust[0] = trust[1] = trust[2] = T(0);
-    if (scalars[kSkip] != 0) return T(0);
+    if (Scalar(kSkip) != 0) return T(0);
     const T norm_bounds[2] = {static_cast<T>(table_.norm_bounds[0]), static_cast<T>(table_.norm_bounds[1])};
     const T ratio_bounds[2] = {static_cast<T>(table_.ratio_bounds[0]), static_cast<T>(table_.ratio_bounds[1])};
-    return xla_lamb::Finish(scalars, p_square, u_square, static_cast<Adapt>(TensorOf(chunk).adapt), norm_bounds, ratio_bounds, trust);
+    return xla_lamb::Finish(Scalars(), p_square, u_square, static_cast<Adapt>(TensorOf(chunk).adapt), norm_bounds, ratio_bounds, trust);
   }
 
   XLA_LAMB_MEMBER T Rate(const Chunk& chunk) const {
-    const T* scalars = Scalars(chunk);
-    if constexpr (kPart == Part::kStep) return scalars[kLearningRate] * Trust(chunk)[2];
+    if constexpr (kPart == Part::kStep) return Scalar(kLearningRate) * Trust(chunk)[2];
     const T* sums = static_cast<const T*>(table_.sums) + 2 * RowOf(chunk);
-    if (threadIdx.x == 0 && chunk.index == chunk.first) Finish(chunk, scalars, sums[0], sums[1]);
+    if (threadIdx.x == 0 && chunk.index == chunk.first) Finish(chunk, sums[0], sums[1]);
     T trust[3];
-    return Ratio(chunk, scalars, sums[0], sums[1], trust);
+    return Ratio(chunk, sums[0], sums[1], trust);
   }
 
   XLA_LAMB_MEMBER void Second(const Work& work) const {
     const TensorEntry& tensor = TensorOf(work.chunk);
-    const bool skip = Scalars(work.chunk)[kSkip] != 0;
+    const bool skip = Scalar(kSkip) != 0;
     const T rate = Rate(work.chunk);
     if (kPart == Part::kApply) PrefetchUpcoming();
     if (skip && !table_.emit_updates) {

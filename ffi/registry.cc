@@ -45,18 +45,26 @@ XLA_LAMB_EXPORT int xla_lamb_ffi_minor() { return XLA_FFI_API_MINOR; }
 
 XLA_LAMB_EXPORT const char* xla_lamb_instruction_set() { return xla_lamb::InstructionSet(); }
 
-// What library.py has to know of CUDA: the bytes of the scratch result of each call there, CUDA's versions (13000 is 13.0) of the runtime
-// in the library and of the driver, 0 without one, and why a GPU of this machine cannot run the kernels. False: the library has no CUDA.
-XLA_LAMB_EXPORT bool xla_lamb_cuda(int64_t* scratch_bytes, int* runtime_version, int* driver_version, char* problem, size_t problem_size) {
+// What library.py has to know of CUDA: the bytes of the scratch result of each call there, and CUDA's versions (13000 is 13.0) of the runtime
+// in the library and of the driver, 0 without one. False: the library has no CUDA.
+XLA_LAMB_EXPORT bool xla_lamb_cuda(int64_t* scratch_bytes, int* runtime_version, int* driver_version) {
 #ifdef XLA_LAMB_CUDA
   *scratch_bytes = xla_lamb::cuda::ScratchBytes();
   *runtime_version = xla_lamb::cuda::RuntimeVersion();
   *driver_version = xla_lamb::cuda::DriverVersion();
-  std::snprintf(problem, problem_size, "%s", xla_lamb::cuda::Problem().c_str());
   return true;
 #else
-  (void)scratch_bytes, (void)runtime_version, (void)driver_version, (void)problem, (void)problem_size;
+  *scratch_bytes = *runtime_version = *driver_version = 0;
   return false;
+#endif
+}
+
+// Why a GPU of this machine cannot run the kernels, into `problem`; nothing if all can. Initializes CUDA.
+XLA_LAMB_EXPORT void xla_lamb_cuda_problem(char* problem, size_t problem_size) {
+#ifdef XLA_LAMB_CUDA
+  std::snprintf(problem, problem_size, "%s", xla_lamb::cuda::Problem().c_str());
+#else
+  std::snprintf(problem, problem_size, "the library has no CUDA");
 #endif
 }
 

@@ -35,7 +35,7 @@ def report() -> dict[str, Any]:
             "problem": problem,
             "instruction_set": loaded.instruction_set if loaded else None,
             "xla_ffi": _text(loaded.ffi_version) if loaded else None,
-            "cuda": {"runtime": loaded.cuda.runtime, "driver": loaded.cuda.driver, "problem": loaded.cuda.problem} if loaded and loaded.cuda else None,
+            "cuda": _cuda(loaded) if loaded and loaded.cuda else None,
             "handlers": [{"name": h.name, "platform": h.platform} for h in loaded.handlers] if loaded else [],
         },
         "jax": _framework("jax", loaded, _jax_devices, lambda: library.jax_ffi_version()),
@@ -54,7 +54,7 @@ def text(report: dict[str, Any]) -> str:
         f"library: {lib['path']} (XLA FFI {lib['xla_ffi']}, {lib['instruction_set']} loops)" if lib["path"] else f"library: none: {lib['problem']}",
     ]
     if lib["path"]:
-        lines.append(f"CUDA: {_cuda(lib['cuda'])}")
+        lines.append(f"CUDA: {_cuda_text(lib['cuda'])}")
     for name in ("jax", "tensorflow"):
         framework = report[name]
         if framework["problem"]:
@@ -67,7 +67,11 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cuda(cuda: dict[str, Any] | None) -> str:
+def _cuda(loaded: library.Library) -> dict[str, Any]:
+    return {"runtime": loaded.cuda.runtime, "driver": loaded.cuda.driver, "problem": library.cuda_problem(loaded)}
+
+
+def _cuda_text(cuda: dict[str, Any] | None) -> str:
     if cuda is None:
         return "no kernels: the library was built for the CPU alone"
     driver = f"the driver supports CUDA {cuda['driver']}" if cuda["driver"] else "this machine has no NVIDIA driver"

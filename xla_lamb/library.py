@@ -46,7 +46,6 @@ class Cuda:
     scratch_bytes: int  # of the result that each call has for the kernel's own use
     runtime: str  # version of CUDA that the library was built with
     driver: str | None  # version that this machine's driver supports; None without a driver
-    problem: str | None  # why a GPU of this machine cannot run the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +104,18 @@ def _load() -> Library | str:
 
 def _cuda(functions: ctypes.CDLL) -> Cuda | None:
     scratch, runtime, driver = ctypes.c_int64(), ctypes.c_int(), ctypes.c_int()
-    problem = ctypes.create_string_buffer(1024)
     functions.xla_lamb_cuda.restype = ctypes.c_bool
-    has_cuda = functions.xla_lamb_cuda(
-        ctypes.byref(scratch), ctypes.byref(runtime), ctypes.byref(driver), problem, ctypes.c_size_t(len(problem))
-    )
-    if not has_cuda:
+    if not functions.xla_lamb_cuda(ctypes.byref(scratch), ctypes.byref(runtime), ctypes.byref(driver)):
         return None
     text = lambda version: f"{version // 1000}.{version % 1000 // 10}"
-    return Cuda(scratch.value, text(runtime.value), text(driver.value) if driver.value else None, problem.value.decode() or None)
+    return Cuda(scratch.value, text(runtime.value), text(driver.value) if driver.value else None)
+
+
+def cuda_problem(library: Library) -> str | None:
+    """Why a GPU of this machine cannot run the library's CUDA kernels. Initializes CUDA, which a process that will fork may not want."""
+    problem = ctypes.create_string_buffer(1024)
+    library.functions.xla_lamb_cuda_problem(problem, ctypes.c_size_t(len(problem)))
+    return problem.value.decode() or None
 
 
 def _check_whole(path: pathlib.Path) -> None:
@@ -156,8 +158,8 @@ def _why_not(framework: str, platform: str) -> str | None:
         handlers = [h for h in library.handlers if h.platform == platform]
         if not handlers:
             return f"{library.path} holds no kernel for {platform}"
-        if platform == "cuda" and library.cuda and library.cuda.problem:
-            return library.cuda.problem
+        if platform == "cuda" and (problem := cuda_problem(library)):
+            return problem
         {"jax": _register_with_jax, "tensorflow": _register_with_tensorflow}[framework](library, handlers)
     except Unavailable as error:
         return str(error)

@@ -73,6 +73,11 @@ inline void OnAccess(const Access& access) {
   if (internal::access_hook_is_set) internal::ReportAccess(access);
 }
 
+inline uint32_t FetchAddRelaxed(uint32_t* address, uint32_t value) {
+  internal::Yield(value != 0);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
 inline uint32_t FetchAddAcqRel(uint32_t* address, uint32_t value) {
   internal::Yield(value != 0);
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
