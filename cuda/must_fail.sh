@@ -1,7 +1,9 @@
 #!/bin/bash
-# must_fail.sh PROGRAM TEXT: succeeds if the program fails and says TEXT.
-output=$("$1" quick 2>&1) && { echo "$1 passed, although its kernel is broken"; exit 1; }
-grep -q "$2" <<<"$output" && exit 0
-echo "$1 failed as it should, but did not say \"$2\":"
+# must_fail.sh TEXT PROGRAM [ARGUMENT]...: succeeds if the program fails and says TEXT.
+text=$1
+shift
+output=$(TSAN_OPTIONS=halt_on_error=1 "$@" 2>&1) && { echo "$1 passed, although its kernel is broken"; exit 1; }
+grep -q "$text" <<<"$output" && exit 0
+echo "$1 failed as it should, but did not say \"$text\":"
 head -50 <<<"$output"
 exit 1
