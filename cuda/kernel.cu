@@ -599,9 +599,14 @@ __global__ void __launch_bounds__(kThreads, BlocksPerMultiprocessor(kMajor, Kind
 
 template <typename Table>
 cudaError_t Launch(void (*kernel)(Table), const Table& table, int blocks, int64_t shared_bytes, cudaStream_t stream) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
+  constexpr int64_t kAlwaysAllowed = 48 * 1024;
+  if (shared_bytes > kAlwaysAllowed) {
+    const void* function = reinterpret_cast<const void*>(kernel);
+    cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    // The blocks that policy.h counts on fill an SM's shared memory: none of it can stay with the L1 cache.
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+  }
   void* arguments[] = {const_cast<Table*>(&table)};
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, static_cast<size_t>(shared_bytes), stream);
 }

@@ -171,7 +171,7 @@ double Traffic(const std::vector<int64_t>& sizes, int64_t l2_bytes, int64_t* req
 // of 50 MB / 132, and each tensor of a 132th. A step moves 28 bytes for each parameter of a layer that stays on the chip, and 40 for one
 // that does not.
 void TestTraffic() {
-  Set({"a slice of an H200", 1, 3, Schedule::kInterleaved, 0});
+  Set({"a slice of an H200", 1, 4, Schedule::kInterleaved, 0});
   const int64_t kScale = 132, l2_bytes = 50 * 1000 * 1000 / kScale;
   std::vector<int64_t> bert = {30522 * 1024 / kScale};
   for (int layer = 0; layer < 24; ++layer) {
@@ -209,6 +209,7 @@ void TestSameMomentsAsOnTheCpu() {
 void TestErrors() {
   Case c;
   c.shapes = {{5000, 1}};
+  Set({"more shared memory than is always allowed", 1, 4, Schedule::kInterleaved, 0});
   const Buffers before = Make(c);
   Buffers b = before;
   Step step = MakeStep(c, b, &b, Part::kStep);

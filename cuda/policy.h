@@ -32,12 +32,12 @@ enum class Kind {
 // registers to a thread (128 with 2 blocks, 80 with 3, 64 with 4: no kernel spills), and leave more of the shared memory unused between
 // slots. Slots on an SM, and elements whose u is on the chip with float32 (counted; not measured yet):
 //   A100  (164 KB, 108 SMs)              2 blocks of 5: 10, 4.4 M, a matrix of 4096 x 1024; 3 blocks of 3 would not hold it
-//   H100, H200 (228 KB, 132 SMs)         4 blocks of 3: 12, 6.5 M
+//   H100, H200 (228 KB, 132 SMs)         3 blocks of 4: 12, 6.5 M; what 4 blocks prefetch would leave no room in the L2 cache for p
 //   B200  (228 KB, 148 SMs)              4 blocks of 3: 12, 7.3 M
 //   L40, RTX 4090 (100 KB, 142 and 128)  2 blocks of 3: 6, 3.5 M and 3.1 M
 constexpr int BlocksPerMultiprocessor(int major, Kind kind) {
   if (major != 9 && major != 10) return 2;
-  if (kind == Kind::kFloat32) return 4;
+  if (kind == Kind::kFloat32) return major == 9 ? 3 : 4;
   return kind == Kind::kFloat64 || (kind == Kind::kHalves && major == 9) ? 3 : 2;
 }
 

@@ -8,6 +8,12 @@
 
 // clang-format off: the order is the point
 #include "xla/ffi/api/c_api.h"
+// How the headers that were found call an error's text: 0.4 (jaxlib 0.11) renamed it, and added a field that is not looked at here.
+#if XLA_FFI_API_MAJOR > 0 || XLA_FFI_API_MINOR >= 4
+#define XLA_LAMB_ERROR_TEXT(suffix) XLA_FFI_Error_GetDetails##suffix
+#else
+#define XLA_LAMB_ERROR_TEXT(suffix) XLA_FFI_Error_GetMessage##suffix
+#endif
 #undef XLA_FFI_API_MINOR
 #define XLA_FFI_API_MINOR 1
 #include "xla/ffi/api/ffi.h"

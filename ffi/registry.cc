@@ -36,8 +36,8 @@ XLA_FFI_ByteSpan Span(const char* text) { return {text, std::strlen(text)}; }
 
 }  // namespace
 
-// Counts the changes of operands, results and attributes; library.py refuses a library that speaks another one.
-XLA_LAMB_EXPORT int xla_lamb_interface() { return 2; }
+// Counts the changes of operands, results, attributes and of these entry points; library.py refuses a library that speaks another one.
+XLA_LAMB_EXPORT int xla_lamb_interface() { return 3; }
 
 // The XLA FFI version that the handlers report.
 XLA_LAMB_EXPORT int xla_lamb_ffi_major() { return XLA_FFI_API_MAJOR; }
@@ -104,10 +104,10 @@ XLA_LAMB_EXPORT bool xla_lamb_register(const XLA_FFI_Api* api, int i, char* reas
   args.bundle.execute = kEntries[i].handler;
   XLA_FFI_Error* error = api->XLA_FFI_Handler_Register(&args);
   if (error == nullptr) return true;
-  XLA_FFI_Error_GetMessage_Args message = {};
-  message.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;
+  XLA_LAMB_ERROR_TEXT(_Args) message = {};
+  message.struct_size = XLA_LAMB_ERROR_TEXT(_Args_STRUCT_SIZE);
   message.error = error;
-  api->XLA_FFI_Error_GetMessage(&message);
+  api->XLA_LAMB_ERROR_TEXT()(&message);
   std::snprintf(reason, reason_size, "%s", message.message);
   XLA_FFI_Error_Destroy_Args destroy = {};
   destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu` on a machine without a GPU: it refuses, builds, and rehearses all of its stages on the CPU kernel, so that no
-line of it runs for the first time on a rented GPU. And its checks fail where they should.
+"""`python -m benchmarks.gpu` on a machine without a GPU: it refuses, it builds, and it rehearses all of its stages on the CPU kernel, so
+that few of its lines run for the first time on a GPU. And its checks fail where they should.
 """
 
 import json
@@ -19,9 +19,8 @@ ARCH = "sm_90"
 
 
 def run(*arguments, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *map(str, arguments)], cwd=helpers.ROOT, capture_output=True, text=True, env={**os.environ, **env}
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu", *map(str, arguments)]
+    return subprocess.run(command, cwd=helpers.ROOT, capture_output=True, text=True, env={**os.environ, **env})
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +228,10 @@ def outcomes(**options):
     return found
 
 
-@pytest.mark.parametrize("only", ["types float32 float32 f", "types bfloat16 float16", "variants paper", "updates keras f", "zeros", "batched", "many", "large"])
+COMPARED = ["types float32 float32 f", "types bfloat16 float16", "variants paper", "updates keras f", "zeros", "batched", "many", "large"]
+
+
+@pytest.mark.parametrize("only", COMPARED)
 def test_control_a_wrong_rate_does_not_pass(monkeypatch, only):
     """A hundredth off in the model: every check that compares with it must see that, also where parameters have 8 bits."""
     monkeypatch.setattr(gpu_checks, "MODEL_RATE", gpu_checks.RATE * (1.5 if "bfloat16" in only else 1.01))
@@ -253,8 +255,15 @@ class Broken:
         return self.opt.update(g, s, p, **options)
 
 
-@pytest.mark.parametrize("only, options", [("skipped float32 float32", dict(skips=False)), ("skipped float32 float32", dict(off=1e-6)),
-                                           ("broken is skipped nan", dict(off=1e-6)), ("broken breaks its layer alone nan", dict(off=np.nan))])  # fmt: skip
+@pytest.mark.parametrize(
+    "only, options",
+    [
+        ("skipped float32 float32", dict(skips=False)),
+        ("skipped float32 float32", dict(off=1e-6)),
+        ("broken is skipped nan", dict(off=1e-6)),
+        ("broken breaks its layer alone nan", dict(off=np.nan)),
+    ],
+)
 def test_control_a_step_that_changes_bits_does_not_pass(monkeypatch, only, options):
     lamb = gpu_checks.lamb
     monkeypatch.setattr(gpu_checks, "lamb", lambda *args, **kwargs: Broken(lamb(*args, **kwargs), **options))
@@ -286,7 +295,8 @@ import sys
 sys.modules["optax"] = None  # an import of it fails
 from benchmarks import gpu_checks, gpu_speed
 lines = []
-assert all(gpu_checks.run("cpu", small=True, say=lines.append, only=only) for only in ("types float32 f", "updates optax", "variants nvlamb")), lines
+for only in ("types float32 f", "updates optax", "variants nvlamb"):
+    assert gpu_checks.run("cpu", small=True, say=lines.append, only=only), lines
 print(gpu_speed.measure([(9,)], forms=("call",), rounds=1, least_copied=800)["missing"])
 """
 
@@ -300,7 +310,8 @@ def test_without_optax():
 
 
 def test_what_is_not_compiled_in_time_is_left_out():
-    result = gpu_speed.measure([(9,)], contenders=("xla_lamb", "optax.lamb"), forms=("call",), rounds=1, least_copied=800, until=time.time() - 1)
+    late = time.time() - 1
+    result = gpu_speed.measure([(9,)], contenders=("xla_lamb", "optax.lamb"), forms=("call",), rounds=1, least_copied=800, until=late)
     assert set(result["missing"].values()) == {"was not compiled in time"} and result["results"] == []
     assert "optax.lamb call: was not compiled in time" in "\n".join(gpu.speed_table(gpu.derive({"set": "x", "mode": "y", **result})))
 

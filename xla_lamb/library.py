@@ -20,7 +20,7 @@ import warnings
 
 LIBRARY_VARIABLE = "XLA_LAMB_LIBRARY"
 LIBRARY_NAME = "libxla_lamb.so"
-INTERFACE = 2  # as in ffi/registry.cc
+INTERFACE = 3  # as in ffi/registry.cc
 # As XLA spells the platforms, and as JAX does.
 _JAX_PLATFORM = {"Host": "cpu", "CUDA": "cuda"}
 _TENSORFLOW_API = ("XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv")

@@ -474,6 +474,7 @@ cudaError_t Launch(const Grid& grid) {
 
 cudaError_t SetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (const cudaError_t error = Enter("cudaFuncSetAttribute")) return error;
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout && value >= 0 && value <= 100) return cudaSuccess;  // a hint
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > device().shared_per_block_optin) {
     return Return(cudaErrorInvalidValue);
   }

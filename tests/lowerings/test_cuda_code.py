@@ -83,7 +83,7 @@ def blocks_of_an_sm(architecture, kind):
     major = int(architecture[3:-1])
     if major not in (9, 10):
         return 2
-    return {"float32": 4, "float64": 3, "mixed": 2, "halves": 3 if major == 9 else 2}[kind]
+    return {"float32": 3 if major == 9 else 4, "float64": 3, "mixed": 2, "halves": 3 if major == 9 else 2}[kind]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
