@@ -144,14 +144,15 @@ struct KindTraits<Kind::kFloat64> {
   static constexpr int kN = 2;
 };
 
-template <Part kPart, Kind kKind>
+template <Part kPart, Kind kKind, int kTensors>
 class StepBlock {
  public:
+  using Table = StepTable<kTensors>;
   using T = typename KindTraits<kKind>::T;
   static constexpr int kN = KindTraits<kKind>::kN;
   static constexpr int kTile = kSlotBytes / sizeof(T);
 
-  XLA_LAMB_MEMBER explicit StepBlock(const StepTable& table) : table_(table), shared_(SharedOfBlock()) {}
+  XLA_LAMB_MEMBER explicit StepBlock(const Table& table) : table_(table), shared_(SharedOfBlock()) {}
 
   XLA_LAMB_MEMBER void Run() {
     Taken taken = {0, 0};  // of thread 0
@@ -502,23 +503,25 @@ class StepBlock {
     });
   }
 
-  const StepTable& table_;
+  const Table& table_;
   Shared& shared_;
 };
 
-template <Part kPart, Kind kKind>
-__global__ void __launch_bounds__(kThreads, BlocksPerMultiprocessor(kMajor, kKind)) StepKernel(const __grid_constant__ StepTable table) {
-  StepBlock<kPart, kKind>(table).Run();
+template <Part kPart, Kind kKind, int kTensors>
+__global__ void __launch_bounds__(kThreads, BlocksPerMultiprocessor(kMajor, kKind))
+    StepKernel(const __grid_constant__ StepTable<kTensors> table) {
+  StepBlock<kPart, kKind, kTensors>(table).Run();
 }
 
 // The sum of squares of all gradients, by the same rules: parts that do not depend on the number of blocks, added in their order.
-template <typename T, int kN>
+template <typename T, int kN, int kTensors>
 class NormBlock {
  public:
+  using Table = NormTable<kTensors>;
   static constexpr int kVectors = 4;
   static constexpr int kTile = kThreads * kN * kVectors;
 
-  XLA_LAMB_MEMBER explicit NormBlock(const NormTable& table) : table_(table), shared_(SharedOfBlock()) {}
+  XLA_LAMB_MEMBER explicit NormBlock(const Table& table) : table_(table), shared_(SharedOfBlock()) {}
 
   XLA_LAMB_MEMBER void Run() {
     const int64_t parts = static_cast<int64_t>(table_.rows) * table_.parts;
@@ -588,13 +591,14 @@ class NormBlock {
     result[1] = whole && (!table_.more || result[1] != 0) ? T(1) : T(0);
   }
 
-  const NormTable& table_;
+  const Table& table_;
   Shared& shared_;
 };
 
-template <typename T, int kN>
-__global__ void __launch_bounds__(kThreads, BlocksPerMultiprocessor(kMajor, Kind::kFloat32)) NormKernel(const __grid_constant__ NormTable table) {
-  NormBlock<T, kN>(table).Run();
+template <typename T, int kN, int kTensors>
+__global__ void __launch_bounds__(kThreads, BlocksPerMultiprocessor(kMajor, Kind::kFloat32))
+    NormKernel(const __grid_constant__ NormTable<kTensors> table) {
+  NormBlock<T, kN, kTensors>(table).Run();
 }
 
 template <typename Table>
@@ -611,14 +615,14 @@ cudaError_t Launch(void (*kernel)(Table), const Table& table, int blocks, int64_
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, static_cast<size_t>(shared_bytes), stream);
 }
 
-template <Part kPart>
-cudaError_t RunPart(const StepTable& table, int blocks, cudaStream_t stream) {
+template <Part kPart, int kTensors>
+cudaError_t RunPart(const StepTable<kTensors>& table, int blocks, cudaStream_t stream) {
   const int64_t shared_bytes = kSharedBytes + (kPart == Part::kStep ? static_cast<int64_t>(table.slots) * kSlotBytes : 0);
   switch (KindOf(table.types)) {
-    case Kind::kFloat32: return Launch(StepKernel<kPart, Kind::kFloat32>, table, blocks, shared_bytes, stream);
-    case Kind::kMixed: return Launch(StepKernel<kPart, Kind::kMixed>, table, blocks, shared_bytes, stream);
-    case Kind::kHalves: return Launch(StepKernel<kPart, Kind::kHalves>, table, blocks, shared_bytes, stream);
-    default: return Launch(StepKernel<kPart, Kind::kFloat64>, table, blocks, shared_bytes, stream);
+    case Kind::kFloat32: return Launch(StepKernel<kPart, Kind::kFloat32, kTensors>, table, blocks, shared_bytes, stream);
+    case Kind::kMixed: return Launch(StepKernel<kPart, Kind::kMixed, kTensors>, table, blocks, shared_bytes, stream);
+    case Kind::kHalves: return Launch(StepKernel<kPart, Kind::kHalves, kTensors>, table, blocks, shared_bytes, stream);
+    default: return Launch(StepKernel<kPart, Kind::kFloat64, kTensors>, table, blocks, shared_bytes, stream);
   }
 }
 
@@ -643,11 +647,12 @@ int VectorOf(Type type) { return static_cast<int>(16 / SizeOf(type)); }
 
 int64_t TileOf(Kind kind) { return kSlotBytes / (kind == Kind::kFloat64 ? sizeof(double) : sizeof(float)); }
 
-int64_t TileOf(Type type) { return NormBlock<float, 1>::kTile * VectorOf(type); }
+int64_t TileOf(Type type) { return NormBlock<float, 1, 1>::kTile * VectorOf(type); }
 
 int64_t SharedBytes() { return kSharedBytes; }
 
-cudaError_t Run(Part part, const StepTable& table, int blocks, cudaStream_t stream) {
+template <int kTensors>
+cudaError_t Run(Part part, const StepTable<kTensors>& table, int blocks, cudaStream_t stream) {
   switch (part) {
     case Part::kStep: return RunPart<Part::kStep>(table, blocks, stream);
     case Part::kMoments: return RunPart<Part::kMoments>(table, blocks, stream);
@@ -655,13 +660,19 @@ cudaError_t Run(Part part, const StepTable& table, int blocks, cudaStream_t stre
   }
 }
 
-cudaError_t Run(const NormTable& table, int blocks, cudaStream_t stream) {
+template <int kTensors>
+cudaError_t Run(const NormTable<kTensors>& table, int blocks, cudaStream_t stream) {
   switch (VectorOf(table.type)) {
-    case 2: return Launch(NormKernel<double, 2>, table, blocks, kSharedBytes, stream);
-    case 4: return Launch(NormKernel<float, 4>, table, blocks, kSharedBytes, stream);
-    default: return Launch(NormKernel<float, 8>, table, blocks, kSharedBytes, stream);
+    case 2: return Launch(NormKernel<double, 2, kTensors>, table, blocks, kSharedBytes, stream);
+    case 4: return Launch(NormKernel<float, 4, kTensors>, table, blocks, kSharedBytes, stream);
+    default: return Launch(NormKernel<float, 8, kTensors>, table, blocks, kSharedBytes, stream);
   }
 }
+
+template cudaError_t Run(Part, const StepTable<kMaxTensors>&, int, cudaStream_t);
+template cudaError_t Run(Part, const StepTable<kMaxTensorsInGraph>&, int, cudaStream_t);
+template cudaError_t Run(const NormTable<kMaxTensors>&, int, cudaStream_t);
+template cudaError_t Run(const NormTable<kMaxTensorsInGraph>&, int, cudaStream_t);
 
 }  // namespace cuda
 }  // namespace xla_lamb

@@ -22,8 +22,11 @@ int64_t TileOf(Type type);
 // Shared memory of a block, besides its slots.
 int64_t SharedBytes();
 
-cudaError_t Run(Part part, const StepTable& table, int blocks, cudaStream_t stream);
-cudaError_t Run(const NormTable& table, int blocks, cudaStream_t stream);
+// For both sizes of tables.
+template <int kTensors>
+cudaError_t Run(Part part, const StepTable<kTensors>& table, int blocks, cudaStream_t stream);
+template <int kTensors>
+cudaError_t Run(const NormTable<kTensors>& table, int blocks, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace xla_lamb

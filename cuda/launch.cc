@@ -112,9 +112,10 @@ int64_t Parts(const TensorEntry* entries, int count, int64_t chunk_size) {
   return parts;
 }
 
-// One launch, of no more than kMaxTensors.
+// One launch, of no more than kTensors.
+template <int kTensors>
 std::string LaunchSome(const Step& step, const TensorEntry* entries, int count, const Room& room, void* scratch, cudaStream_t stream) {
-  StepTable table = {};
+  StepTable<kTensors> table = {};
   const int64_t tile = TileOf(KindOf(step.types));
   table.tiles = 1;
   while (Parts(entries, count, tile * table.tiles) > kMaxParts) table.tiles *= 2;
@@ -158,44 +159,25 @@ std::string LaunchSome(const Step& step, const TensorEntry* entries, int count, 
   return "";
 }
 
-std::string CheckScratch(const void* scratch, int64_t bytes) {
-  if (bytes < kScratchBytes) {
-    return "the scratch memory has " + std::to_string(bytes) + " bytes, but this library needs " + std::to_string(kScratchBytes) +
-           ": lower the program again with this version of xla_lamb";
-  }
-  return Aligned(scratch, 16) ? "" : "the scratch memory must be aligned to 16 bytes";
-}
-
-}  // namespace
-
-int64_t ScratchBytes() { return kScratchBytes; }
-
-std::string Launch(const Step& step, void* scratch, int64_t scratch_bytes, Stream stream) {
-  const AllowLoading allow_loading;
-  std::string problem = CheckScratch(scratch, scratch_bytes);
-  Room room;
-  if (problem.empty()) problem = Measure(KindOf(step.types), &room);
+template <int kTensors>
+std::string LaunchAll(const Step& step, const Room& room, void* scratch, cudaStream_t stream) {
   const std::vector<TensorEntry> entries = Entries(step);
   const int count = static_cast<int>(entries.size());
-  for (int begin = 0; begin < count && problem.empty(); begin += kMaxTensors) {
-    problem = LaunchSome(step, entries.data() + begin, std::min(kMaxTensors, count - begin), room, scratch, stream);
+  std::string problem;
+  for (int begin = 0; begin < count && problem.empty(); begin += kTensors) {
+    problem = LaunchSome<kTensors>(step, entries.data() + begin, std::min(kTensors, count - begin), room, scratch, stream);
   }
   return problem;
 }
 
-std::string Launch(const GradNorm& norm, void* scratch, int64_t scratch_bytes, Stream stream) {
-  const AllowLoading allow_loading;
-  std::string problem = CheckScratch(scratch, scratch_bytes);
-  Room room;
-  if (problem.empty()) problem = Measure(Kind::kFloat32, &room);
-  if (!problem.empty()) return problem;
-
+template <int kTensors>
+std::string LaunchAll(const GradNorm& norm, const Room& room, void* scratch, cudaStream_t stream) {
   const int vector = VectorOf(norm.type);
   const int64_t tile = TileOf(norm.type);
   const int count = static_cast<int>(norm.gradients.size());
-  for (int begin = 0; begin == 0 || begin < count; begin += kMaxTensors) {
-    NormTable table = {};
-    table.count = std::min(kMaxTensors, count - begin);
+  for (int begin = 0; begin == 0 || begin < count; begin += kTensors) {
+    NormTable<kTensors> table = {};
+    table.count = std::min(kTensors, count - begin);
     table.type = norm.type;
     table.result = norm.result;
     table.more = begin > 0;
@@ -222,6 +204,48 @@ std::string Launch(const GradNorm& norm, void* scratch, int64_t scratch_bytes, S
     }
   }
   return "";
+}
+
+// Whether a launch on the stream may have kMaxTensors.
+std::string MayBeLarge(cudaStream_t stream, bool* may) {
+  cudaStreamCaptureStatus status;
+  XLA_LAMB_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &status));
+  *may = status == cudaStreamCaptureStatusNone && DriverVersion() >= kLargeArguments;
+  return "";
+}
+
+std::string CheckScratch(const void* scratch, int64_t bytes) {
+  if (bytes < kScratchBytes) {
+    return "the scratch memory has " + std::to_string(bytes) + " bytes, but this library needs " + std::to_string(kScratchBytes) +
+           ": lower the program again with this version of xla_lamb";
+  }
+  return Aligned(scratch, 16) ? "" : "the scratch memory must be aligned to 16 bytes";
+}
+
+}  // namespace
+
+int64_t ScratchBytes() { return kScratchBytes; }
+
+std::string Launch(const Step& step, void* scratch, int64_t scratch_bytes, Stream stream) {
+  const AllowLoading allow_loading;
+  std::string problem = CheckScratch(scratch, scratch_bytes);
+  Room room;
+  bool large = false;
+  if (problem.empty()) problem = Measure(KindOf(step.types), &room);
+  if (problem.empty()) problem = MayBeLarge(stream, &large);
+  if (!problem.empty()) return problem;
+  return large ? LaunchAll<kMaxTensors>(step, room, scratch, stream) : LaunchAll<kMaxTensorsInGraph>(step, room, scratch, stream);
+}
+
+std::string Launch(const GradNorm& norm, void* scratch, int64_t scratch_bytes, Stream stream) {
+  const AllowLoading allow_loading;
+  std::string problem = CheckScratch(scratch, scratch_bytes);
+  Room room;
+  bool large = false;
+  if (problem.empty()) problem = Measure(Kind::kFloat32, &room);
+  if (problem.empty()) problem = MayBeLarge(stream, &large);
+  if (!problem.empty()) return problem;
+  return large ? LaunchAll<kMaxTensors>(norm, room, scratch, stream) : LaunchAll<kMaxTensorsInGraph>(norm, room, scratch, stream);
 }
 
 int RuntimeVersion() {

@@ -17,9 +17,9 @@ using Stream = CUstream_st*;  // a cudaStream_t
 // Device memory that every launch needs for its own use, whatever the tensors.
 int64_t ScratchBytes();
 
-// Enqueue one call: a memset and a kernel for each cuda::kMaxTensors tensors. Nothing is allocated, copied or waited for, so a CUDA graph can
-// record it; the graph holds the table of tensors by value, as an argument of the kernel. Returns what went wrong, with CUDA's name
-// for it, or nothing.
+// Enqueue one call: a memset and a kernel for each 400 tensors, in a CUDA graph for each 48 (see policy.h). Nothing is allocated, copied or
+// waited for, so a graph can record it; it holds the table of tensors by value, as an argument of the kernel. Returns what went wrong,
+// with CUDA's name for it, or nothing.
 std::string Launch(const Step& step, void* scratch, int64_t scratch_bytes, Stream stream);
 std::string Launch(const GradNorm& norm, void* scratch, int64_t scratch_bytes, Stream stream);
 

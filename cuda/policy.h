@@ -53,8 +53,11 @@ constexpr int kPrefetchPartOfL2 = 2;
 // The oldest compute capability that the library holds code for.
 constexpr int kOldestMajor = 8;
 
-// Tensors of one launch: their table is an argument of the kernel, of which CUDA takes 32,764 bytes.
+// Tensors of one launch. Their table is an argument of the kernel, of which CUDA takes 32,764 bytes, from driver 12.1 on. A launch that a CUDA
+// graph records stays below the 4,096 of old: drivers have crashed over nodes with more (openxla/xla pull request 19252).
 constexpr int kMaxTensors = 400;
+constexpr int kMaxTensorsInGraph = 48;
+constexpr int kLargeArguments = 12010;  // the driver's version
 
 // Tiles are put together where layers of more than one tile would have more parts than this: the scratch memory has one size for all.
 constexpr uint32_t kMaxParts = 1 << 17;

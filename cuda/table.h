@@ -1,5 +1,5 @@
 // What a launch is told: an argument of the kernel, by value. So it needs no copy to the device and no memory that must outlive the call,
-// and a CUDA graph that records the launch holds it.
+// and a CUDA graph that records the launch holds it. There are two sizes of it: see policy.h.
 //
 // Terms: a layer is what has norms of its own. A chunk is a run of tiles of one layer, and the unit of work. A layer of one chunk is
 // finished by one block at once; the chunks of larger layers come first in the order of work and share their sums in scratch memory.
@@ -40,8 +40,10 @@ struct Scratch {
   double* sums;          // [parts, 2] of squares of p and u
 };
 
+template <int kTensors>
 struct StepTable {
-  TensorEntry tensors[kMaxTensors];
+  static constexpr int kCapacity = kTensors;
+  TensorEntry tensors[kTensors];
   int32_t count;
   uint32_t chunks;
   uint32_t tiles;  // of a chunk
@@ -66,8 +68,10 @@ struct GradientEntry {
   int64_t aligned;
 };
 
+template <int kTensors>
 struct NormTable {
-  GradientEntry gradients[kMaxTensors];
+  static constexpr int kCapacity = kTensors;
+  GradientEntry gradients[kTensors];
   int32_t count;
   Type type;
   int64_t chunks;   // of a row
@@ -80,8 +84,8 @@ struct NormTable {
   double* sums;       // [rows, parts, 2]: the sum of squares, and 1 if all is finite, else 0
 };
 
-constexpr int kMaxArgumentBytes = 32764;
-static_assert(sizeof(StepTable) <= kMaxArgumentBytes && sizeof(NormTable) <= kMaxArgumentBytes, "CUDA takes no larger argument");
+static_assert(sizeof(StepTable<kMaxTensors>) <= 32764 && sizeof(NormTable<kMaxTensors>) <= 32764, "CUDA takes no larger argument");
+static_assert(sizeof(StepTable<kMaxTensorsInGraph>) <= 4096 && sizeof(NormTable<kMaxTensorsInGraph>) <= 4096, "of old");
 
 }  // namespace cuda
 }  // namespace xla_lamb

@@ -44,7 +44,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxThreads = 1024;          // of a block
 constexpr int kMaxBlocks = 32;                  // of a multiprocessor
-constexpr size_t kMaxArgumentBytes = 32764;
+constexpr size_t kMaxArgumentBytes = 32764, kMaxArgumentBytesOfOld = 4096;
 constexpr int kDefaultSharedBytes = 48 * 1024;  // a kernel gets more if it asks
 constexpr size_t kStackBytes = 256 * 1024;      // a page is used when it is touched
 constexpr size_t kStaggerBytes = 448;           // between the stacks of neighbours, or all would compete for the same cache lines
@@ -466,7 +466,10 @@ cudaError_t Launch(const Grid& grid) {
   if (const cudaError_t error = Enter("cudaLaunchKernel")) return error;
   if (grid.blocks.y != 1 || grid.blocks.z != 1 || grid.threads.y != 1 || grid.threads.z != 1) Fail("only x is emulated");
   const int occupancy = Occupancy(grid.kernel, grid.threads.x, grid.shared_bytes);
-  if (occupancy == 0 || grid.blocks.x == 0 || grid.argument_bytes > kMaxArgumentBytes) return Return(cudaErrorInvalidValue);
+  const bool large = !device().capturing && device().driver_version >= 12010;
+  if (occupancy == 0 || grid.blocks.x == 0 || grid.argument_bytes > (large ? kMaxArgumentBytes : kMaxArgumentBytesOfOld)) {
+    return Return(cudaErrorInvalidValue);
+  }
   std::lock_guard<std::mutex> lock(launch_mutex);
   RunGrid(grid, static_cast<size_t>(occupancy) * device().multiprocessors);
   return cudaSuccess;
@@ -618,6 +621,12 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return Enter(__func__); }
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  if (const cudaError_t error = Enter(__func__)) return error;
+  *status = emulation::device().capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   if (const cudaError_t error = Enter(__func__)) return error;

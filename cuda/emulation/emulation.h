@@ -27,6 +27,7 @@ struct Device {
   int shared_per_block_optin = 227 * 1024;
   int reserved_per_block = 1024;
   int l2_bytes = 50 * 1024 * 1024;
+  bool capturing = false;      // every stream says so; launches run all the same, but take arguments of 4,096 bytes at most
 };
 
 // For tests to change between launches.

@@ -14,8 +14,9 @@ from xla_lamb import library
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 PARTS, KINDS = ["step", "moments", "apply"], ["float32", "mixed", "halves", "float64"]
-STEPS = [f"{part} {kind}" for part in PARTS for kind in KINDS]
-NORMS = ["norm float, 8", "norm float, 4", "norm double, 2"]
+SIZES = [400, 48]  # tensors of a launch, and of one that a CUDA graph records
+STEPS = [f"{part} {kind} {size}" for part in PARTS for kind in KINDS for size in SIZES]
+NORMS = [f"norm {kind} {size}" for kind in ("halves", "float32", "float64") for size in SIZES]
 
 
 def cuobjdump(*arguments):
@@ -28,12 +29,12 @@ def cuobjdump(*arguments):
 
 
 def kernel(mangled):
-    """"step float32" or "norm float, 8" of a kernel's name in the object code."""
-    found = re.search(r"StepKernelILNS_4PartE(\d)ELNS0_4KindE(\d)E", mangled)
+    """"step float32 400" or "norm halves 48" of a kernel's name in the object code."""
+    found = re.search(r"StepKernelILNS_4PartE(\d)ELNS0_4KindE(\d)ELi(\d+)E", mangled)
     if found:
-        return f"{PARTS[int(found[1])]} {KINDS[int(found[2])]}"
-    found = re.search(r"NormKernelI([fd])Li(\d)E", mangled)
-    return f"norm {dict(f='float', d='double')[found[1]]}, {found[2]}"
+        return f"{PARTS[int(found[1])]} {KINDS[int(found[2])]} {found[3]}"
+    found = re.search(r"NormKernelI[fd]Li(\d)ELi(\d+)E", mangled)
+    return f"norm {({'8': 'halves', '4': 'float32', '2': 'float64'})[found[1]]} {found[2]}"
 
 
 @functools.cache
@@ -89,10 +90,9 @@ def blocks_of_an_sm(architecture, kind):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_registers_allow_the_blocks(architecture):
     """65,536 registers of an SM, handed out by 8 to each of the 256 threads of a block: occupancy is what policy.h says."""
-    for part in PARTS:
-        for kind in KINDS:
-            registers = -(-resources()[architecture][f"{part} {kind}"]["REG"] // 8) * 8
-            assert 65536 // (256 * registers) >= blocks_of_an_sm(architecture, kind), (part, kind, registers)
+    for name in STEPS:
+        registers = -(-resources()[architecture][name]["REG"] // 8) * 8
+        assert 65536 // (256 * registers) >= blocks_of_an_sm(architecture, name.split()[1]), (name, registers)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
@@ -125,7 +125,7 @@ def test_no_atomics_on_floats(architecture):
 
 def test_bytes_of_the_float32_step():
     """Counted from the code: accesses of 16 bytes for each vector of 4 parameters."""
-    found = accesses("sm_90")["step float32"]
+    found = accesses("sm_90")["step float32 400"]
     loads = sum(n for i, n in found.items() if i.startswith("LDG") and ".128" in i)
     stores = sum(n for i, n in found.items() if i.startswith("STG") and ".128" in i)
     first = dict(loads=4, stores=2)  # p, g, m, v; m, v
