@@ -9,7 +9,8 @@ import dataclasses
 import math
 import numbers
 import os
-from typing import Any
+import re
+from typing import Any, Callable, Iterable
 
 INFINITY = float("inf")
 IMPLEMENTATIONS = ("auto", "fused", "reference")
@@ -111,6 +112,30 @@ def check_hyperparameters(**values: Any) -> None:
 def check_nonfinite(value: str) -> str:
     _one_of("nonfinite", value, NONFINITE)
     return value
+
+
+def excludes(argument: str, patterns: Iterable[str] | None) -> Callable[[str], bool] | None:
+    """Whether a tensor's name matches one of the `patterns`, regular expressions that may match any part of it; None for None.
+
+    Args:
+      argument: the name of the caller's argument, for messages.
+
+    Raises:
+      TypeError, ValueError: if the patterns are no regular expressions.
+    """
+    if patterns is None:
+        return None
+    if isinstance(patterns, str):
+        raise TypeError(f"{argument} must be a list of regular expressions, not the string {patterns!r}: write [{patterns!r}]")
+    compiled = []
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument} must hold regular expressions, not {pattern!r}")
+        try:
+            compiled.append(re.compile(pattern))
+        except re.error as error:
+            raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from None
+    return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

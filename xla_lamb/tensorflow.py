@@ -116,46 +116,87 @@ def lamb_step(
     Raises:
       ValueError, TypeError: before anything was changed, if an argument does not fit.
     """
-    variant = config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds)
-    hyperparameters = dict(
-        learning_rate=learning_rate(state.iterations) if callable(learning_rate) else learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=variant.eps if eps is None else eps,
-        eps_root=eps_root,
-        weight_decay=variant.weight_decay if weight_decay is None else weight_decay,
-        grad_scale=1.0 if grad_scale is None else grad_scale,
-        max_grad_norm=variant.max_grad_norm if max_grad_norm is None else max_grad_norm,
+    variables = _values(variables)
+    count, told = update(
+        variables,
+        gradients,
+        state.first_moments,
+        state.second_moments,
+        state.iterations,
+        dict(
+            learning_rate=learning_rate(state.iterations) if callable(learning_rate) else learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            eps_root=eps_root,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+            max_grad_norm=max_grad_norm,
+        ),
+        variant=config.variant(variant, bias_correction=bias_correction, ratio_bounds=ratio_bounds, norm_bounds=norm_bounds),
+        decays=_per_variable("decay_mask", decay_mask, variables, True, bool),
+        adapts=_per_variable("adapt_mask", adapt_mask, variables, None, bool),
+        layer_axes=_per_variable("layer_axes", layer_axes, variables, 0, int),
+        nonfinite=nonfinite,
+        skip=skip,
+        stats=stats,
+        implementation=implementation,
     )
-    config.check_hyperparameters(**{k: v for k, v in hyperparameters.items() if k != "grad_scale"})
+    state.iterations.assign(count)
+    return told
+
+
+def update(
+    variables: Sequence[tf.Variable],
+    gradients: Sequence[Any],
+    first_moments: Sequence[tf.Variable],
+    second_moments: Sequence[tf.Variable],
+    count: tf.Tensor,
+    hyperparameters: dict[str, Any],
+    *,
+    variant: Variant,
+    decays: tuple[bool, ...],
+    adapts: tuple[bool | None, ...],
+    layer_axes: tuple[int, ...],
+    nonfinite: str = "propagate",
+    skip: Any = None,
+    stats: bool = False,
+    implementation: str | None = None,
+) -> tuple[tf.Tensor, StepStats]:
+    """`lamb_step` for those who keep the state themselves: updates variables and moments, and returns the new count with what it tells.
+
+    Args:
+      count: int64 scalar, the number of steps taken.
+      hyperparameters: by the names in _HYPERPARAMETERS; None for the variant's own.
+    """
+    gradients = _check(variables, list(gradients), first_moments, second_moments)
+    defaults = dict(eps=variant.eps, weight_decay=variant.weight_decay, grad_scale=1.0, max_grad_norm=variant.max_grad_norm)
+    hyper = {name: defaults.get(name) if hyperparameters[name] is None else hyperparameters[name] for name in _HYPERPARAMETERS}
+    config.check_hyperparameters(**{name: value for name, value in hyper.items() if name != "grad_scale"})
     config.check_nonfinite(nonfinite)
-    variables, gradients = _values(variables), list(gradients)
-    gradients = _check(variables, gradients, state)
-    decays = _per_variable("decay_mask", decay_mask, variables, True, bool)
-    adapts = _per_variable("adapt_mask", adapt_mask, variables, None, bool)
-    axes = _per_variable("layer_axes", layer_axes, variables, 0, int)
-    for v, count in zip(variables, axes):
-        if not 0 <= count <= len(v.shape):
-            raise ValueError(f"layer_axes of {v.name} is {count}, but its shape is {tuple(v.shape)}")
+    for v, axes in zip(variables, layer_axes):
+        if not 0 <= axes <= len(v.shape):
+            raise ValueError(f"layer_axes of {v.name} is {axes}, but its shape is {tuple(v.shape)}")
+    count = tf.cast(count, tf.int64)
     if not variables:
-        return StepStats([] if stats else None, None, tf.constant(False))
-    clip = hyperparameters["max_grad_norm"] is not None
+        return count, StepStats([] if stats else None, None, tf.constant(False))
+    clip = hyper["max_grad_norm"] is not None
     step = _compiled_step(
         tuple((tuple(v.shape), v.dtype.base_dtype.name, g.dtype.name) for v, g in zip(variables, gradients)),
-        tuple(m.dtype.name for m in (*state.first_moments, *state.second_moments)),
+        tuple(m.dtype.name for m in (*first_moments, *second_moments)),
         decays,
         adapts,
-        axes,
+        layer_axes,
         variant,
         clip,
         nonfinite,
         stats,
         config.implementation(implementation),
     )
-    scalars = [_scalar(name, 0.0 if hyperparameters[name] is None else hyperparameters[name]) for name in _HYPERPARAMETERS]
+    scalars = [_scalar(name, 0.0 if hyper[name] is None else hyper[name]) for name in _HYPERPARAMETERS]
     skip = _scalar("skip", False if skip is None else skip, tf.bool)
-    trust, norm, skipped = step(variables, gradients, state.first_moments, state.second_moments, state.iterations, scalars, skip)
-    return StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
+    count, trust, norm, skipped = step(variables, gradients, first_moments, second_moments, count, scalars, skip)
+    return count, StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
 
 @functools.lru_cache(maxsize=None)
@@ -164,14 +205,14 @@ def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, 
     module = _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation)
 
     @tf.function(jit_compile=True, autograph=False)
-    def xla_lamb_step(variables, gradients, first, second, iterations, scalars, skip):
-        operands = [*scalars, skip, tf.identity(iterations), *variables, *gradients, *first, *second]
-        results = module.call([tf.convert_to_tensor(x) for x in operands])
-        targets = [iterations, *variables, *first, *second]
+    def xla_lamb_step(variables, gradients, first, second, count, scalars, skip):
+        operands = [*scalars, skip, count, *variables, *gradients, *first, *second]
+        count, *results = module.call([tf.convert_to_tensor(x) for x in operands])
+        targets = [*variables, *first, *second]
         for variable, value in zip(targets, results):
             variable.assign(value)
         norm, skipped, *trust = results[len(targets) :]
-        return trust, norm, skipped
+        return count, trust, norm, skipped
 
     return xla_lamb_step
 
@@ -279,13 +320,13 @@ def _values(variables) -> list[tf.Variable]:
     return values
 
 
-def _check(variables, gradients, state) -> list[tf.Tensor]:
+def _check(variables, gradients, first, second) -> list[tf.Tensor]:
     """Raises if the lists do not fit; returns dense gradients."""
-    for what, given in (("gradients", gradients), ("first moments", state.first_moments), ("second moments", state.second_moments)):
+    for what, given in (("gradients", gradients), ("first moments", first), ("second moments", second)):
         if len(given) != len(variables):
             raise ValueError(f"there are {len(variables)} variables, but {len(given)} {what}")
     dense = []
-    for v, g, m in zip(variables, gradients, state.first_moments):
+    for v, g, m in zip(variables, gradients, first):
         if g is None:
             raise ValueError(f"the gradient of {v.name} is None: leave the variable out of the step and of its state, or pass zeros")
         g = tf.convert_to_tensor(g)
