@@ -96,7 +96,7 @@ def check_hyperparameters(**values: Any) -> None:
         number = float(value)
         if math.isnan(number):
             raise ValueError(f"{name} is NaN")
-        if name in ("b1", "b2"):
+        if name in ("b1", "b2", "beta_1", "beta_2"):
             if not 0.0 <= number < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), not {value!r}")
         elif name == "max_grad_norm":

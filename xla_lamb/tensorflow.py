@@ -195,7 +195,7 @@ def update(
     )
     scalars = [_scalar(name, 0.0 if hyper[name] is None else hyper[name]) for name in _HYPERPARAMETERS]
     skip = _scalar("skip", False if skip is None else skip, tf.bool)
-    count, trust, norm, skipped = step(variables, gradients, first_moments, second_moments, count, scalars, skip)
+    count, trust, norm, skipped = step([*variables, *first_moments, *second_moments], gradients, count, scalars, skip)
     return count, StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
 
@@ -204,17 +204,20 @@ def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, 
     """A tf.function that XLA compiles, whatever the caller's context: only then are the variables updated in their own buffers."""
     module = _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation)
 
+    dtypes = [tf.as_dtype(p) for _, p, _ in tensors] + [tf.as_dtype(m) for m in moment_dtypes]
+
+    # On the variables' handles: a function that saw the variables themselves could not be called again once they are gone, with others of their shapes.
     @tf.function(jit_compile=True, autograph=False)
-    def xla_lamb_step(variables, gradients, first, second, count, scalars, skip):
-        operands = [*scalars, skip, count, *variables, *gradients, *first, *second]
-        count, *results = module.call([tf.convert_to_tensor(x) for x in operands])
-        targets = [*variables, *first, *second]
-        for variable, value in zip(targets, results):
-            variable.assign(value)
-        norm, skipped, *trust = results[len(targets) :]
+    def xla_lamb_step(handles, gradients, count, scalars, skip):
+        values = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle, dtype in zip(handles, dtypes)]
+        n = len(tensors)
+        count, *results = module.call([*scalars, skip, count, *values[:n], *gradients, *values[n:]])
+        for handle, value in zip(handles, results):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        norm, skipped, *trust = results[len(handles) :]
         return count, trust, norm, skipped
 
-    return xla_lamb_step
+    return lambda variables, *rest: xla_lamb_step([v.handle for v in variables], *rest)
 
 
 class _Module(NamedTuple):
