@@ -250,13 +250,15 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
     columns = avals[-1].shape[-1]
     results: list[list] = [[] for _ in range((len(avals) - 1) // n)]
     tables = []
-    for indices in _groups(platform, shapes):
+    groups = _groups(platform, shapes)
+    vectors = [scalars] * len(groups) if part != "step" or spec.emit_updates else _paced(scalars, [[g[i] for i in group] for group in groups])
+    for indices, vector in zip(groups, vectors):
         k = len(indices)
         pick = lambda values: [values[i] for i in indices]
         group = spec.select(indices)
         rows = [math.prod(shapes[i][: spec.layer_axes[i]]) for i in indices]
         flat = lambda parts, width: jnp.concatenate([x.reshape(-1, width) for x in parts])
-        inputs = [scalars, *([flat(pick(sums), 2)] if part == "apply" else []), *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
+        inputs = [vector, *([flat(pick(sums), 2)] if part == "apply" else []), *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
         kinds = [avals[j * n : (j + 1) * n] for j in range(len(results))]
         outs = [*(x for kind in kinds for x in pick(kind)), jax.ShapeDtypeStruct((sum(rows), columns), scalars.dtype)]
         last = len(outs) - 1
@@ -285,6 +287,20 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
         else:
             tables.append(values[last])
     return [*(x for kind in results for x in kind), _join(tables, spec)]
+
+
+def _paced(scalars, gradients) -> list:
+    """For each group the scalars, but not before the gradients of its neighbours are there.
+
+    A group may start when its own gradients are there, which frees them early; but the backward pass reads some of its parameters once more, for
+    the gradients of the layer before, and XLA would copy those that the call may overwrite first. One group later they have all been read.
+    """
+    if len(gradients) == 1:
+        return [scalars]
+    # A condition that always holds, and that XLA cannot know to hold.
+    counts = [jnp.count_nonzero(jnp.concatenate([x.reshape(-1)[:1].astype(scalars.dtype) for x in group])) for group in gradients]
+    near = [sum(counts[max(k - 1, 0) : k + 2]) >= 0 for k in range(len(counts))]
+    return [jnp.where(there, scalars, jnp.nan) for there in near]
 
 
 def _aliases(part: str, spec: Spec, n: int, inputs, outs) -> dict[int, int]:
