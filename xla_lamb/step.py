@@ -297,10 +297,15 @@ def _paced(scalars, gradients) -> list:
     """
     if len(gradients) == 1:
         return [scalars]
+
+    def there(group):
+        # Layers come in order or in reversed order: the gradients of a group's ends are its last ones.
+        ends = [x for x in (group[0], group[len(group) // 2], group[-1]) if x.size]
+        return jnp.count_nonzero(jnp.stack([x.ravel()[0].astype(scalars.dtype) for x in ends])) if ends else 0
+
+    counts = [there(group) for group in gradients]
     # A condition that always holds, and that XLA cannot know to hold.
-    counts = [jnp.count_nonzero(jnp.concatenate([x.reshape(-1)[:1].astype(scalars.dtype) for x in group])) for group in gradients]
-    near = [sum(counts[max(k - 1, 0) : k + 2]) >= 0 for k in range(len(counts))]
-    return [jnp.where(there, scalars, jnp.nan) for there in near]
+    return [jnp.where(sum(counts[max(k - 1, 0) : k + 2]) >= 0, scalars, jnp.nan) for k in range(len(counts))]
 
 
 def _aliases(part: str, spec: Spec, n: int, inputs, outs) -> dict[int, int]:
