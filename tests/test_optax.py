@@ -1,5 +1,6 @@
 """xla_lamb.lamb as an optax transformation: a drop-in for optax.lamb inside optax's own wrappers and JAX's own transformations."""
 
+import copy
 import functools
 
 import jax
@@ -24,6 +25,8 @@ FORMS = {
     "mask": ((1e-2,), dict(weight_decay=0.01, mask=MASK)),
     "mask function": ((SCHEDULE,), dict(weight_decay=0.01, mask=ODD)),
     "mask, no decay": ((1e-2,), dict(mask=MASK)),
+    "scheduled decay": ((SCHEDULE,), dict(weight_decay=optax.linear_schedule(0.1, 0.0, 3))),
+    "scheduled decay, mask": ((1e-2,), dict(weight_decay=optax.linear_schedule(0.1, 0.0, 3), mask=ODD)),
     "positions": ((1e-2, 0.8, 0.95, 1e-4, 1e-5, 0.02, MASK), {}),
 }
 
@@ -77,6 +80,15 @@ def test_optax_state_goes_on_with_us_and_back():
     helpers.assert_near(p, q, 1e-6)
 
 
+@pytest.mark.parametrize("again", [copy.deepcopy, functools.partial(jax.tree.map, lambda x: x)], ids=["copied", "rebuilt as a tree"])
+def test_step_survives(again):
+    """nnx takes a transformation apart and puts it together again."""
+    params, opt = helpers.tree(), xla_lamb.lamb(1e-2)
+    assert isinstance(again(opt), xla_lamb.Lamb)
+    (p, s), (q, r) = (o.step(helpers.gradients(1)[0], o.init(params), params) for o in (opt, again(opt)))
+    assert helpers.bits((p, s)) == helpers.bits((q, r))
+
+
 @pytest.mark.parametrize("tree", ["list", "dict", "tuple", "leaf", "none"])
 def test_any_container(tree):
     a, b = helpers.tree([(3, 2), (5,)])
@@ -101,12 +113,21 @@ def wrapped(wrap, steps=6, grads=None, params=None):
     (p, s), (q, r) = runs
     assert jax.tree.structure(s) == jax.tree.structure(r)
     helpers.assert_near(p, q, 1e-6)
-    assert any(not np.array_equal(a, b) for a, b in zip(p, params)), "nothing moved"
+    assert helpers.bits(p) != helpers.bits(params), "nothing moved"
     return p, s
 
 
 def test_chain():
     wrapped(lambda lamb: optax.chain(optax.clip_by_global_norm(0.5), lamb(1e-2, weight_decay=0.01), optax.scale(0.5)))
+
+
+def test_max_grad_norm_is_a_clip_in_front():
+    params, grads = helpers.tree(), helpers.gradients(3)
+    p, _ = helpers.run_steps(xla_lamb.lamb(1e-2, max_grad_norm=0.5), params, grads)
+    q, _ = helpers.run_updates(optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2)), params, grads)
+    helpers.assert_near(p, q, 1e-6)
+    unclipped, _ = helpers.run_steps(xla_lamb.lamb(1e-2), params, grads)
+    assert helpers.error(unclipped[0], q[0]) > 1e-5
 
 
 def test_masked():
@@ -124,6 +145,50 @@ def test_multi_transform():
 def test_two_lambs_in_multi_transform():
     labels = ["a" if m else "b" for m in MASK]
     wrapped(lambda lamb: optax.multi_transform({"a": lamb(1e-2, weight_decay=0.01), "b": lamb(SCHEDULE)}, labels))
+
+
+def test_partition_with_frozen_tensors():
+    labels = lambda params: [("slow", "frozen", "fast")[i % 3] for i in range(len(params))]
+    groups = lambda lamb: {"fast": lamb(SCHEDULE, weight_decay=0.01), "slow": lamb(1e-3, b1=0.5, mask=ODD), "frozen": optax.set_to_zero()}
+    p, _ = wrapped(lambda lamb: optax.partition(groups(lamb), labels))
+    for i, (after, before) in enumerate(zip(p, helpers.tree())):
+        assert np.array_equal(after, before) == (i % 3 == 1 or before.size == 0)
+
+
+def test_lookahead():
+    params = optax.LookaheadParams.init_synced([jnp.asarray(x) for x in helpers.tree()])
+    wrap = lambda lamb: optax.lookahead(lamb(1e-2, weight_decay=0.01), sync_period=2, slow_step_size=0.5)
+    p, _ = wrapped(wrap, steps=5, params=params)
+    assert any(not np.array_equal(fast, slow) for fast, slow in zip(*p))
+
+
+def test_ema_of_updates():
+    wrapped(lambda lamb: optax.chain(lamb(1e-2, weight_decay=0.01), optax.ema(0.9)))
+
+
+def test_ema_of_parameters():
+    """Beside a step in place, which must leave the average its own numbers."""
+    grads = helpers.gradients(4)
+    averages = []
+    for lamb in (xla_lamb.lamb, optax.lamb):
+        tx = lamb(5e-2)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        def step(params, state, average, g):
+            if hasattr(tx, "step"):
+                params, state = tx.step(g, state, params)
+            else:
+                updates, state = tx.update(g, state, params)
+                params = optax.apply_updates(params, updates)
+            return params, state, optax.incremental_update(params, average, 0.1)
+
+        p = [jnp.array(x) for x in helpers.tree()]
+        carry = p, tx.init(p), [jnp.array(x) for x in p]
+        for g in grads:
+            carry = step(*carry, g)
+        averages.append(carry[2])
+        assert helpers.error(carry[0][0], carry[2][0]) > 1e-3
+    helpers.assert_near(*averages, 1e-6)
 
 
 def test_inject_hyperparams():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +48,14 @@ class Lamb(optax.GradientTransformationExtraArgs):
     parameters would trade places, and XLA would have to copy every one of them.
     """
 
-    def __new__(cls, init: Callable, update: Callable, step: Callable):
-        self = super().__new__(cls, init, update)
-        self.step = step
-        ordered = jax.jit(
-            lambda params, state, grads, extra, stats: step(grads, state, params, stats=stats, **extra),
-            donate_argnums=(0, 1),
-            static_argnums=4,
-        )
-        self.donated_step = lambda grads, state, params, *, stats=False, **extra: ordered(params, state, grads, extra, stats)
-        return self
+    # A tree of (init, update) to JAX and to nnx, who build it anew from the two: so the others hang on update.
+    @property
+    def step(self) -> Callable:
+        return self.update.step
+
+    @property
+    def donated_step(self) -> Callable:
+        return self.update.donated_step
 
 
 def lamb(
@@ -71,6 +69,8 @@ def lamb(
     *,
     variant: str | Variant = "optax",
     adapt_mask: Any = None,
+    exclude_from_weight_decay: Sequence[str] | None = None,
+    exclude_from_layer_adaptation: Sequence[str] | None = None,
     layer_axes: Any = None,
     max_grad_norm: Any = None,
     nonfinite: str = "propagate",
@@ -94,6 +94,10 @@ def lamb(
         returns one. None: all.
       variant: the definition of LAMB: a name in `xla_lamb.VARIANTS` or a `xla_lamb.Variant`.
       adapt_mask: like `mask`, the tensors that a trust ratio scales. None: as the variant says.
+      exclude_from_weight_decay: instead of `mask`: regular expressions; a tensor does not decay if one of them matches a part of its
+        name, as `parameter_names` has it: ``["bias", "LayerNorm"]``. The state is that of a mask.
+      exclude_from_layer_adaptation: instead of `adapt_mask`, likewise: a tensor gets a trust ratio unless one of them matches. None: as the
+        variant says. For "tf_addons" an empty list is as None, as there: those that do not decay get none.
       layer_axes: how many leading axes of a tensor index independent layers, each with a trust ratio of its own (layers stacked for
         `lax.scan`, experts): an int, a tree of ints, a prefix of it, or a function of the parameters. None: 0.
       max_grad_norm: global norm of all gradients above which they are scaled down to it. None: the variant's own (none for "optax").
@@ -107,7 +111,7 @@ def lamb(
       A `Lamb`.
 
     Raises:
-      ValueError: for a value that cannot be meant; with the value.
+      ValueError, TypeError: for a value that cannot be meant; with the value.
 
     Example:
       >>> import jax, jax.numpy as jnp, xla_lamb
@@ -127,6 +131,10 @@ def lamb(
     config.check_nonfinite(nonfinite)
     options = fused.Options(config.implementation(implementation))
     moment_dtype = _check_moment_dtype(moment_dtype)
+    mask = _excluding("exclude_from_weight_decay", exclude_from_weight_decay, "mask", mask)
+    if variant.adapt == "decay_mask":
+        exclude_from_layer_adaptation = exclude_from_layer_adaptation or None
+    adapt_mask = _excluding("exclude_from_layer_adaptation", exclude_from_layer_adaptation, "adapt_mask", adapt_mask)
     # Only for its state, whose tree ours has to have in every version of optax.
     peer = optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, mask)
 
@@ -191,7 +199,12 @@ def lamb(
         params, state, told = transform(grads, state, params, False, grad_scale, skip, stats)
         return (params, state, told) if stats else (params, state)
 
-    return Lamb(init, update, step)
+    ordered = jax.jit(
+        lambda params, state, grads, extra, stats: step(grads, state, params, stats=stats, **extra), donate_argnums=(0, 1), static_argnums=4
+    )
+    update.step = step
+    update.donated_step = lambda grads, state, params, *, stats=False, **extra: ordered(params, state, grads, extra, stats)
+    return Lamb(init, update)
 
 
 def _increment(count, skipped):
@@ -224,6 +237,7 @@ def _adam_state(state) -> optax.ScaleByAdamState:
     raise ValueError(
         f"this is not the state of LAMB: expected what init(params) returns, a tuple that begins with ScaleByAdamState, not {type(state).__name__}"
         + (f" of {type(state[0]).__name__}" if isinstance(state, (tuple, list)) and state else "")
+        + "; a checkpoint becomes one if it is restored with init(params) as its target"
     )
 
 
@@ -243,38 +257,37 @@ def _check_moment_dtype(dtype):
 def _check_moments(params, adam, asked) -> None:
     """Raises if the moments have a type that `init` does not give for these parameters; bfloat16 or float32 with those below float64
     is a matter of memory, and taken as it comes from a checkpoint."""
-    for (path, p), m, v in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(adam.mu), jax.tree.leaves(adam.nu)):
+    for i, (p, m, v) in enumerate(zip(*map(jax.tree.leaves, (params, adam.mu, adam.nu)))):
         good = ("float64",) if p.dtype == np.float64 and asked is None else ("float32", "bfloat16")
         names = {np.dtype(x.dtype).name for x in (m, v)}
         if len(names) > 1 or not names.issubset(good):
             raise TypeError(
-                f"the moments in the state of {_name(path)}, a {np.dtype(p.dtype).name} parameter, must both be {' or '.join(good)}, not "
-                f"{' and '.join(sorted(names))}; init makes a state for these parameters"
+                f"the moments in the state of {_name(params, i)}, a {np.dtype(p.dtype).name} parameter, must both be {' or '.join(good)}, not "
+                f"{' and '.join(sorted(names))}: cast them to what init(params) gives, or restore the checkpoint with init(params) as its target"
             )
 
 
 def _check_float(what: str, tree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         dtype = getattr(leaf, "dtype", None)
         name = np.dtype(dtype).name if dtype is not None else type(leaf).__name__
         if name not in fused.FLOATS:
-            raise TypeError(f"{what} {_name(path)} must be an array of {', '.join(fused.FLOATS)}, not {name}")
+            raise TypeError(f"{what} {_name(tree, i)} must be an array of {', '.join(fused.FLOATS)}, not {name}")
 
 
 def _check_alike(params, other, what: str) -> None:
     """Raises if `other` has not the parameters' tree and shapes."""
-    ours = jax.tree_util.tree_flatten_with_path(params)
-    theirs = jax.tree_util.tree_flatten_with_path(other)
+    ours, theirs = jax.tree.flatten(params), jax.tree.flatten(other)
     if ours[1] != theirs[1]:
-        known, given = {_name(p) for p, _ in ours[0]}, {_name(p) for p, _ in theirs[0]}
+        known, given = set(parameter_names(params)), set(parameter_names(other))
         missing, unknown = sorted(known - given), sorted(given - known)
         details = [f"{len(names)} {text}: {', '.join(names[:5])}" for names, text in ((missing, "missing"), (unknown, "unknown")) if names]
         raise ValueError(
             f"the tree of the {what}s is not that of the parameters" + (f" ({'; '.join(details)})" if details else f": {theirs[1]} against {ours[1]}")
         )
-    for (path, p), (_, x) in zip(ours[0], theirs[0]):
+    for i, (p, x) in enumerate(zip(ours[0], theirs[0])):
         if np.shape(p) != np.shape(x):
-            raise ValueError(f"the {what} of {_name(path)} has shape {np.shape(x)}, the parameter {np.shape(p)}")
+            raise ValueError(f"the {what} of {_name(params, i)} has shape {np.shape(x)}, the parameter {np.shape(p)}")
 
 
 def _per_tensor(name: str, value, params, default, kind) -> tuple:
@@ -297,12 +310,46 @@ def _per_tensor(name: str, value, params, default, kind) -> tuple:
     return tuple(kind(leaf) for leaf in leaves)
 
 
+def _excluding(argument: str, patterns, instead: str, mask):
+    """The caller's mask, or one without the tensors whose name a pattern matches."""
+    excluded = config.excludes(argument, patterns)
+    if excluded is None:
+        return mask
+    if mask is not None:
+        raise ValueError(f"{argument} and {instead} say the same in two ways: give {instead} or {argument}={patterns!r}, not both")
+    return lambda params: jax.tree.unflatten(jax.tree.structure(params), [not excluded(name) for name in parameter_names(params)])
+
+
 def _check_layer_axes(params, axes: tuple[int, ...]) -> tuple[int, ...]:
-    for (path, leaf), count in zip(jax.tree_util.tree_leaves_with_path(params), axes):
+    for i, (leaf, count) in enumerate(zip(jax.tree.leaves(params), axes)):
         if not 0 <= count <= np.ndim(leaf):
-            raise ValueError(f"layer_axes of {_name(path)} is {count}, but its shape is {np.shape(leaf)}")
+            raise ValueError(f"layer_axes of {_name(params, i)} is {count}, but its shape is {np.shape(leaf)}")
     return axes
 
 
-def _name(path) -> str:
-    return jax.tree_util.keystr(path) or "(the only one)"
+def parameter_names(params) -> list[str]:
+    """The name of each leaf of `params`, in the order of `jax.tree.leaves`: its path, joined with "/".
+
+    A path has dictionaries' keys, attributes' and fields' names and positions in sequences, as in "encoder/layer_0/LayerNorm/scale". The wrappers
+    that Flax puts around arrays (nnx.Param and other nnx.Variables, linen's Partitioned) have no part in it, nor have optax's
+    MaskedNodes, which are no leaves. The name of a lone array is "".
+    """
+    names = []
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_wrapper):
+        inner = [path for path, _ in jax.tree_util.tree_leaves_with_path(node)]
+        names += ["/".join(map(_key, (*path, *(rest[1:] if _is_wrapper(node) else rest)))) for rest in inner]
+    return names
+
+
+def _key(entry) -> str:
+    # A DictKey and a FlattenedIndexKey have a key, a SequenceKey an idx, a GetAttrKey a name.
+    return str(next((getattr(entry, field) for field in ("key", "idx", "name") if hasattr(entry, field)), entry))
+
+
+def _is_wrapper(node) -> bool:
+    # By name, so that Flax need not be there. VariableState is what nnx had before its Variables were pytrees.
+    return any(t.__module__.startswith("flax.") and t.__name__ in ("Variable", "VariableState", "AxisMetadata") for t in type(node).__mro__)
+
+
+def _name(tree, index: int) -> str:
+    return parameter_names(tree)[index] or "(the only one)"
