@@ -9,9 +9,8 @@ for path in (str(TESTS.parent), str(TESTS)):
     if path not in sys.path:
         sys.path.insert(0, path)
 
-os.environ.update(
-    JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow", TF_ENABLE_ONEDNN_OPTS="0"
-)
+os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")
+os.environ["KERAS_BACKEND"] = os.environ.get("XLA_LAMB_TESTED_KERAS_BACKEND", "tensorflow")  # another one in test_keras_jax.py
 tested = os.environ.get("XLA_LAMB_TESTED_LIBRARY")  # another library than the tree's own
 for name in ("XLA_LAMB_IMPLEMENTATION", "XLA_LAMB_LIBRARY", "JAX_ENABLE_X64", "NPROC", "KERAS_HOME"):
     os.environ.pop(name, None)

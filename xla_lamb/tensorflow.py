@@ -215,7 +215,10 @@ def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, 
         for handle, value in zip(handles, results):
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         norm, skipped, *trust = results[len(handles) :]
-        return count, trust, norm, skipped
+        # Results without an element are not asked of XLA: TensorFlow crashes on some.
+        trust, shapes = iter(trust), [(*shape[:layers], 3) for (shape, _, _), layers in zip(tensors, axes)]
+        table = [next(trust) if all(shape) else tf.zeros(shape, tf.float64 if d == tf.float64 else tf.float32) for shape, d in zip(shapes, dtypes)]
+        return count, table if stats else [], norm, skipped
 
     return lambda variables, *rest: xla_lamb_step([v.handle for v in variables], *rest)
 
@@ -241,7 +244,7 @@ class _Module(NamedTuple):
 
 def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation) -> _Module:
     """The step as StableHLO. Operands: the hyper-parameters (float64), skip, iterations, p, g, m, v. Results: iterations, p, m, v, the
-    norm, skipped, and the trust ratios."""
+    norm, skipped, and the trust ratios that have an element."""
     import jax
     import jax.numpy as jnp
 
@@ -265,7 +268,7 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
         outputs, m, v, trust = fused.step(scalars, p, g, m, v, spec, options, stats)
         norm = jnp.zeros(()) if norm is None else norm
         iterations = jnp.where(skipped, iterations, iterations + 1)
-        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *(trust if stats else [])]
+        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *(x for x in trust if stats and x.size)]
 
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     shapes = [shape for shape, _, _ in tensors]

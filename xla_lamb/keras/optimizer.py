@@ -47,7 +47,7 @@ class Lamb(keras.optimizers.Optimizer):
       name: of the optimizer.
       variant: the definition of LAMB: a name in `xla_lamb.VARIANTS` or a `xla_lamb.Variant`.
       exclude_from_weight_decay: regular expressions; a variable whose path ("encoder/dense/kernel") matches one in any part does not decay. The method of the
-        same name is Keras's: it takes variables, and patterns that Keras searches in `variable.name` ("kernel") alone.
+        same name is Keras's.
       exclude_from_layer_adaptation: the same for the trust ratio. None or empty: as the variant says.
       layer_axes: how many leading axes of a variable index independent layers, each with a ratio of its own: a dict from regular expressions to ints.
       eps_root: added to the second moment inside the root.
@@ -139,7 +139,10 @@ class Lamb(keras.optimizers.Optimizer):
         self._no_decay = _Patterns("exclude_from_weight_decay", exclude_from_weight_decay)
         self._no_adapt = _Patterns("exclude_from_layer_adaptation", exclude_from_layer_adaptation)
         self._layer_axes = tuple((_Patterns("layer_axes", [pattern]), count) for pattern, count in (layer_axes or {}).items())
-        self._excluded_names = self._excluded_paths = ()  # what the method exclude_from_weight_decay was given
+        # What the method exclude_from_weight_decay was given; the variables by their paths, or by their positions once those are known, since a loaded
+        # model's paths may have lost the model's own name.
+        self._excluded_names: tuple[str, ...] = ()
+        self._excluded_variables: tuple[str | int, ...] = ()
         self._recorder = None
 
     def build(self, variables):
@@ -182,15 +185,21 @@ class Lamb(keras.optimizers.Optimizer):
     # Which variables decay and adapt.
 
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
-        """As in Keras: leaves out the variables in `var_list`, and those whose `name` ("kernel") matches a pattern in `var_names`. A second call replaces the
-        first. The constructor's argument of this name matches paths. Both are kept in `get_config`."""
+        """As in Keras: leaves out the variables in `var_list`, and those whose name matches a pattern in `var_names`; the name is "kernel" on the JAX backend
+        and "encoder/dense/kernel" on TensorFlow. A second call replaces the first. The constructor's argument of this name matches paths on both. Both are kept in
+        `get_config`."""
         super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)
         self._excluded_names = tuple(var_names or ())
-        self._excluded_paths = tuple(_path(v) for v in var_list or ())
+        self._excluded_variables = tuple(_path(v) for v in var_list or ())
 
     def _use_weight_decay(self, variable):
         path = _path(variable)
-        return super()._use_weight_decay(variable) and path not in self._excluded_paths and not self._no_decay.match(path)
+        if path in self._excluded_variables or self._no_decay.match(path):
+            return False
+        if self.built and self._get_variable_index(variable) in self._excluded_variables:
+            return False
+        # On TensorFlow, Keras hands over its tf.Variable.
+        return super()._use_weight_decay(variable.value if _on_tensorflow() and isinstance(variable, keras.Variable) else variable)
 
     def _adapts(self, variable) -> bool | None:
         """False where the trust ratio is excluded, True where a list was given that excludes others, None where nothing was said."""
@@ -322,11 +331,11 @@ class Lamb(keras.optimizers.Optimizer):
         Raises:
           ValueError: if they are another model's. Nothing is changed then.
         """
-        if not self.built:
-            super().load_own_variables(store)  # says so, and leaves them
-            return
         variables = self._saved_variables()
         sources = sorted(store.keys(), key=int)
+        if not self.built or len(sources) <= 2:  # one of both has not begun: Keras says so, and leaves all as it is
+            super().load_own_variables(store)
+            return
         rates = [i for i, v in enumerate(variables) if v is self._learning_rate]
         if rates and len(sources) == len(variables) - 1:
             del variables[rates[0]]
@@ -345,6 +354,10 @@ class Lamb(keras.optimizers.Optimizer):
         for v, source in zip(variables, sources):
             v.assign(store[source])
 
+    def _positions(self) -> list[str | int]:
+        known = {_path(v): i for i, v in enumerate(self._trainable_variables)} if self.built else {}
+        return [known.get(v, v) for v in self._excluded_variables]
+
     def get_config(self):
         variant = self._variant
         return {
@@ -361,17 +374,17 @@ class Lamb(keras.optimizers.Optimizer):
             "moment_dtype": self.moment_dtype,
             "implementation": self.implementation,
             "excluded_names": list(self._excluded_names),
-            "excluded_paths": list(self._excluded_paths),
+            "excluded_variables": self._positions(),
         }
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
-        names, paths = config.pop("excluded_names", ()), config.pop("excluded_paths", ())
+        names, variables = config.pop("excluded_names", ()), config.pop("excluded_variables", ())
         optimizer = super().from_config(config, custom_objects)
         if names:
             optimizer.exclude_from_weight_decay(var_names=list(names))
-        optimizer._excluded_paths = tuple(paths)
+        optimizer._excluded_variables = tuple(variables)
         return optimizer
 
     @classmethod
@@ -411,7 +424,7 @@ class Lamb(keras.optimizers.Optimizer):
         mine = self.get_config()
         own = {name: mine.pop(name) for name in set(mine) - set(keras.optimizers.Lamb().get_config())}
         neutral = Lamb(variant="keras").get_config()
-        carried = ("exclude_from_weight_decay", "excluded_names", "excluded_paths", "moment_dtype", "implementation")
+        carried = ("exclude_from_weight_decay", "excluded_names", "excluded_variables", "moment_dtype", "implementation")
         lost = {name: value for name, value in own.items() if value != neutral[name] and name not in carried}
         if lost:
             raise ValueError("keras.optimizers.Lamb cannot do what this optimizer does: " + ", ".join(f"{k}={v!r}" for k, v in sorted(lost.items())))
@@ -421,7 +434,7 @@ class Lamb(keras.optimizers.Optimizer):
             peer.build(self._trainable_variables)
             for target, source in zip(peer.variables, self._saved_variables(), strict=True):
                 target.assign(source)
-        elif self._no_decay.patterns or self._excluded_paths:
+        elif self._no_decay.patterns or self._excluded_variables:
             raise ValueError("exclude_from_weight_decay names variables: call optimizer.build(model.trainable_variables) first")
         elif self._excluded_names:
             peer.exclude_from_weight_decay(var_names=list(self._excluded_names))
