@@ -169,6 +169,32 @@ def test_stats():
         np.testing.assert_allclose(a, e, rtol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
+def test_stats_of_empty_layers(implementation):
+    """A result without an element crashed TensorFlow."""
+    variables = [tf.Variable(tf.ones(17)), tf.Variable(tf.ones((0, 2)))]
+    stats = ours.lamb_step(
+        variables, [tf.ones(17), tf.ones((0, 2))], ours.init_state(variables), 1e-2, layer_axes=[0, 1], stats=True, implementation=implementation
+    )
+    assert [t.shape for t in stats.trust] == [(3,), (0, 3)]
+    assert np.isclose(stats.trust[0][0], np.sqrt(17))
+
+
+def test_models_of_the_same_shapes_after_each_other():
+    """The compiled step outlives the variables that it was first called with."""
+    for _ in range(2):
+        variables = [tf.Variable(tf.ones(23))]
+        state = ours.init_state(variables)
+
+        @tf.function
+        def step():
+            ours.lamb_step(variables, [tf.ones(23)], state, 1e-2)
+
+        step()
+        assert state.iterations == 1 and variables[0][0] < 1
+        del variables, state, step
+
+
 def test_training_with_a_tape():
     """A whole step in one jitted function: gradients from a tape straight into ours."""
     rng = np.random.default_rng(0)

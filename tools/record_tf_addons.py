@@ -3,9 +3,9 @@
 TensorFlow Addons needs Keras 2, so it cannot be installed beside the TensorFlow and the Keras 3 of the other tests. It gets an environment of
 its own, with Python 3.9 to 3.11:
 
-    python3.11 -m venv /tmp/tfa
-    /tmp/tfa/bin/pip install tensorflow==2.15.1 tensorflow-addons==0.23.0 'numpy<2'
-    /tmp/tfa/bin/python tools/record_tf_addons.py
+    python3.11 -m venv tfa
+    tfa/bin/pip install tensorflow==2.15.1 tensorflow-addons==0.23.0 'numpy<2'
+    tfa/bin/python tools/record_tf_addons.py
 
 writes everything in tests/data/tf_addons but the README, which says what each file is; `--out DIRECTORY` writes elsewhere, to compare.
 On one machine the same arrays come out every time; from machine to machine their last bits may differ.

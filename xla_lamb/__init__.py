@@ -6,6 +6,10 @@
     library.py     finds the shared library and registers its handlers
     optax.py       xla_lamb.lamb, for JAX
     tensorflow.py  lamb_step on tf.Variables
+    keras/         Lamb and LAMB for Keras 3, and the callback that logs trust ratios
+    tf_keras.py    LAMB for tf_keras, in the place of TensorFlow Addons' and TF Models'
+    trust.py       trust ratios as a table and as a picture
+    checkpoints/   LAMB's state in the files of optax, Keras, TensorFlow Addons and apex; python -m xla_lamb convert
     doctor.py      python -m xla_lamb doctor
 
 Importing this package starts neither JAX nor TensorFlow: what needs them is loaded when it is first used.
@@ -26,7 +30,7 @@ def __getattr__(name):
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
-    if name in ("optax", "tensorflow"):
+    if name in ("checkpoints", "keras", "optax", "tensorflow", "tf_keras", "trust"):
         return importlib.import_module(f"xla_lamb.{name}")
     raise AttributeError(f"module 'xla_lamb' has no attribute {name!r}")
 

@@ -215,10 +215,13 @@ def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, 
         for handle, value in zip(handles, results):
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         norm, skipped, *trust = results[len(handles) :]
-        # Results without an element are not asked of XLA: TensorFlow crashes on some.
-        trust, shapes = iter(trust), [(*shape[:layers], 3) for (shape, _, _), layers in zip(tensors, axes)]
-        table = [next(trust) if all(shape) else tf.zeros(shape, tf.float64 if d == tf.float64 else tf.float32) for shape, d in zip(shapes, dtypes)]
-        return count, table if stats else [], norm, skipped
+        if stats:
+            # Results without an element are not asked of XLA: TensorFlow crashes on some.
+            there = iter(trust)
+            shapes = [(*shape[:layers], 3) for (shape, _, _), layers in zip(tensors, axes)]
+            types = [tf.float64 if dtype == tf.float64 else tf.float32 for dtype in dtypes]
+            trust = [next(there) if all(shape) else tf.zeros(shape, dtype) for shape, dtype in zip(shapes, types)]
+        return count, trust, norm, skipped
 
     return lambda variables, *rest: xla_lamb_step([v.handle for v in variables], *rest)
 

@@ -93,9 +93,9 @@ class LAMB(tf_keras.optimizers.legacy.Optimizer):
         self.variant = config.variant(variant)
         learning_rate = kwargs.get("lr", learning_rate)
         epsilon = tf_keras.backend.epsilon() if epsilon is None else epsilon
-        _check_beta("beta_1", beta_1)
-        _check_beta("beta_2", beta_2)
-        config.check_hyperparameters(learning_rate=learning_rate, epsilon=epsilon, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        config.check_hyperparameters(
+            learning_rate=learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
         config.excludes("exclude_from_weight_decay", exclude_from_weight_decay)
         config.excludes("exclude_from_layer_adaptation", exclude_from_layer_adaptation)
         super().__init__(name, **kwargs)
@@ -276,10 +276,3 @@ def _dense(gradient, variable):
         values = gradient.values if gradient.values.dtype.size > 2 else tf.cast(gradient.values, tf.float32)
         gradient = tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
     return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
-
-
-def _check_beta(name, value):
-    try:
-        config.check_hyperparameters(b1=value)
-    except ValueError as error:
-        raise ValueError(str(error).replace("b1", name, 1)) from None

@@ -628,5 +628,7 @@ def _path(variable) -> str:
 
 def _check_shapes(grads, variables) -> None:
     for g, v in zip(grads, variables):
+        if None in tuple(g.shape):  # sparse gradients that were summed in a tf.cond, as under LossScaleOptimizer
+            g.set_shape(v.shape)
         if tuple(g.shape) != tuple(v.shape):
             raise ValueError(f"the gradient of {_path(v)} has shape {tuple(g.shape)}, the variable {tuple(v.shape)}")
