@@ -13,10 +13,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE |
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_example(number):
     # A warning would mean that the example ran the reference.
     run = subprocess.run(
@@ -26,7 +26,9 @@ def test_example(number):
 
 
 def test_docstrings():
+    import xla_lamb.keras.optimizer
     import xla_lamb.optax
 
-    failed, tried = doctest.testmod(xla_lamb.optax)
-    assert tried > 0 and failed == 0
+    for module in (xla_lamb.optax, xla_lamb.keras.optimizer):
+        failed, tried = doctest.testmod(module)
+        assert tried > 0 and failed == 0
