@@ -101,7 +101,7 @@ def check_hyperparameters(**values: Any) -> None:
                 raise ValueError(f"{name} must be in [0, 1), not {value!r}")
         elif name == "max_grad_norm":
             if number <= 0.0:
-                raise ValueError(f"max_grad_norm must be positive, not {value!r}; None turns clipping off")
+                raise ValueError(f"max_grad_norm must be positive, not {value!r}; None is the variant's own, and dataclasses.replace(variant, max_grad_norm=None) turns that off")
         elif name == "learning_rate":
             if math.isinf(number):
                 raise ValueError(f"learning_rate must be finite, not {value!r}")
