@@ -11,7 +11,7 @@ with quiet():
     import keras
     import tensorflow as tf
 
-    import xla_lamb.tensorflow
+    import xla_lamb.keras
 
 from examples import settings as common
 
@@ -107,23 +107,13 @@ class Training:
         schedule = Schedule(settings)
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-        if fused:
-            decay_mask = [common.decays(name) for name in named]
-            state = xla_lamb.tensorflow.init_state(raw)
-            self._state = [state.iterations, *state.first_moments, *state.second_moments]
-
-            def optimize(grads):
-                # Keras decays outside the trust ratio; so do we, to be compared with it.
-                xla_lamb.tensorflow.lamb_step(raw, grads, state, schedule(state.iterations), variant="keras",
-                                              weight_decay=settings.weight_decay, decay_mask=decay_mask)
+        if fused:  # the one line to change; Keras decays outside the trust ratio, and so do we, to be compared with it
+            lamb = xla_lamb.keras.Lamb(schedule, weight_decay=settings.weight_decay, variant="keras")
         else:
             lamb = keras.optimizers.Lamb(schedule, weight_decay=settings.weight_decay)
-            lamb.exclude_from_weight_decay(var_list=[v for name, v in named.items() if not common.decays(name)])
-            lamb.build(self._variables)
-            self._state = [variable.value for variable in lamb.variables]
-
-            def optimize(grads):
-                lamb.apply(grads, self._variables)
+        lamb.exclude_from_weight_decay(var_list=[v for name, v in named.items() if not common.decays(name)])
+        lamb.build(self._variables)
+        self._state = [variable.value for variable in lamb.variables]
 
         def gradients(batch):
             inputs, places, targets = batch
@@ -133,11 +123,11 @@ class Training:
 
         def step(batch):
             loss, grads = gradients(batch)
-            optimize(grads)
+            lamb.apply(grads, self._variables)
             return loss
 
         def optimizer_alone(grads):
-            optimize(grads)
+            lamb.apply(grads, self._variables)
             return self._state[0].read_value()  # something to wait for
 
         # Variables that a compiled function reads and assigns are changed in place.

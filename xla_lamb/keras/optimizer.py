@@ -14,8 +14,12 @@ from keras import ops
 from xla_lamb import config
 from xla_lamb.config import Variant
 
+if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):  # before, Keras counted its steps elsewhere
+    raise ImportError(f"xla_lamb.keras needs Keras 3.10 or newer, and this is {keras.__version__}")
+
 BACKENDS = ("tensorflow", "jax")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+MOMENTS = ("momentum", "velocity")  # as keras.optimizers.Lamb names them
 
 
 @keras.saving.register_keras_serializable(package="xla_lamb")
@@ -35,7 +39,8 @@ class Lamb(keras.optimizers.Optimizer):
       beta_1, beta_2: decay rates of the first and the second moment, in [0, 1).
       epsilon: added to the root of the second moment. None: the variant's own.
       weight_decay: float. None: the variant's own (none for "optax" and "keras").
-      clipnorm, clipvalue: limit of each gradient's norm, or of its values, as in Keras.
+      clipnorm, clipvalue: limit of each gradient's norm, or of its values, as in Keras: under tf.distribute on each replica, before the gradients
+        are summed.
       global_clipnorm: limit of the norm of all gradients together. It costs no pass that writes gradients, and under tf.distribute
         it is the norm of the aggregated gradients.
       use_ema, ema_momentum, ema_overwrite_frequency: moving average of the weights, as in Keras.
@@ -154,13 +159,18 @@ class Lamb(keras.optimizers.Optimizer):
                 raise TypeError(f"variable {_path(v)} must be {', '.join(FLOATS)}, not {keras.backend.standardize_dtype(v.dtype)}")
             self._layer_axes_of(v)
         super().build(variables)
-        self._momentums, self._velocities = self.add_optimizer_variables(variables, ["momentum", "velocity"])
+        self._momentums, self._velocities = [], []
+        for v in variables:
+            # Keras assigns the gradients of some variables as they are (the scales of float8).
+            moments = [None, None] if getattr(v, "overwrite_with_gradient", False) else [self.add_variable_from_reference(v, n) for n in MOMENTS]
+            self._momentums.append(moments[0])
+            self._velocities.append(moments[1])
         if self._recorder:
             self._recorder.build(self)
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
         dtype = keras.backend.standardize_dtype(reference_variable.dtype)
-        if name in ("momentum", "velocity"):
+        if name in MOMENTS:
             wanted = self.moment_dtype or ("float64" if dtype == "float64" else "float32")
         elif name == "gradient_accumulator":  # a sum of many in 16 bits would lose the small ones
             wanted = "float64" if dtype == "float64" else "float32"
@@ -168,13 +178,14 @@ class Lamb(keras.optimizers.Optimizer):
             wanted = dtype
         if wanted == dtype:
             return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
+        layout = getattr(reference_variable, "_layout", None)
         with self._beside(reference_variable):
             return self.add_variable(
                 shape=reference_variable.shape,
                 initializer=initializer,
                 dtype=wanted,
                 name=f"{_path(reference_variable).replace('/', '_')}_{name}",
-                layout=getattr(reference_variable, "_layout", None),
+                **({} if layout is None else {"layout": layout}),
             )
 
     def _beside(self, variable):
