@@ -11,8 +11,8 @@ import pytest
 
 import helpers
 
-# What is about the CPU alone, and what takes minutes at a microsecond for each element.
-ELSEWHERE = "not instruction_set and not ten_million and not more_elements and not norms_of_many"
+# Without what is about the CPU or the reference alone, and what takes minutes at a microsecond for each element.
+ELSEWHERE = "not reference and not sparse and not instruction_set and not ten_million and not more_elements and not norms_of_many"
 
 
 @pytest.mark.parametrize("file, least", [("test_kernel.py", 60), ("test_traps.py", 20)])
