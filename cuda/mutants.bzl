@@ -83,7 +83,7 @@ def mutant_test(name, old, new, sanitizers, expected):
         cmd = "'%s' $(location //tools:replace.py) $< $@ '%s' '%s'" % (PYTHON, old, new),
         tools = ["//tools:replace.py"],
     )
-    kernel_for_host(name + "_kernel", sanitizers, ["-Wno-unused-variable", "-O1"])  # compiles in half the time
+    kernel_for_host(name + "_kernel", sanitizers, ["-Wno-unused-variable"])
     native.cc_binary(
         name = name + "_kernel_test",
         testonly = True,
@@ -101,6 +101,6 @@ def mutant_test(name, old, new, sanitizers, expected):
         name = name + "_test",
         timeout = "moderate",
         srcs = [":must_fail.sh"],
-        args = ["'%s'" % expected, "$(location :%s_kernel_test)" % name, "quick"],
+        args = ["'%s'" % expected, "$(location :%s_kernel_test)" % name] + (["quick"] if sanitizers else []),
         data = [":%s_kernel_test" % name],
     )
