@@ -26,7 +26,7 @@ def train_step(tmp_path, backend, optimizer, layers=LAYERS):
     helpers.python(
         FIT.format(layers=layers, optimizer=optimizer),
         KERAS_BACKEND=backend,
-        XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
+        XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|one_step_on_data",
         JAX_PLATFORMS="cpu",
     )
     texts = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
