@@ -442,6 +442,19 @@ def test_every_option_is_in_the_config(kind):
     assert set(keras.optimizers.Lamb().get_config()) <= set(config)
 
 
+def test_excluded_variables_are_known_by_identity():
+    """Two variables may have one path."""
+    first, second = (keras.Variable(np.ones(3, "float32"), name="same") for _ in range(2))
+    optimizer = Lamb(RATE, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_list=[second])
+    optimizer.build([first, second])
+    assert [optimizer._use_weight_decay(v) for v in (first, second)] == [True, False]
+    again = Lamb.from_config(optimizer.get_config())
+    again.build([first, second])
+    assert [again._use_weight_decay(v) for v in (first, second)] == [True, False]
+    assert again.get_config() == optimizer.get_config()
+
+
 def test_exclusions_survive_saving(tmp_path):
     """Keras forgets what its own method excluded (trap 12)."""
     options = dict(learning_rate=RATE, weight_decay=0.3, variant="keras")
@@ -590,17 +603,18 @@ def test_variables_that_it_was_not_built_with():
     assert int(optimizer.iterations) == 0
 
 
-def test_gradients_of_another_shape():
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_gradients_of_another_shape(accumulate):
     variables = variables_of(helpers.tree(SHAPES))
-    optimizer = Lamb(RATE)
+    optimizer = Lamb(RATE, gradient_accumulation_steps=accumulate)
     optimizer.build(variables)
+    variables_and_state = [*variables, *optimizer.variables]
     grads = helpers.tree(SHAPES)
     grads[1] = grads[1][:5]
-    before = values(variables)
+    before = values(variables_and_state)
     with pytest.raises(ValueError, match=r"gradient of dense/bias has shape \(5,\), the variable \(17,\)"):
         optimizer.apply([ops.convert_to_tensor(x) for x in grads], variables)
-    helpers.assert_near(values(variables), before, 0)
-    assert int(optimizer.iterations) == 0
+    helpers.assert_near(values(variables_and_state), before, 0)
 
 
 def test_variables_of_other_types_and_axes():

@@ -180,6 +180,16 @@ def test_stats_of_empty_layers(implementation):
     assert np.isclose(stats.trust[0][0], np.sqrt(17))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_frequent_row_of_a_sparse_gradient(dtype):
+    """4,000 slices of 1 for one row: summed in bfloat16 they stay at 256, in float16 at 2,048."""
+    table = tf.Variable(tf.ones((3, 2), dtype))
+    state = ours.init_state([table])
+    slices = tf.IndexedSlices(tf.ones((4000, 2), dtype), tf.ones(4000, tf.int32), tf.constant([3, 2]))
+    ours.lamb_step([table], [slices], state, 1e-2)
+    assert np.allclose(state.first_moments[0], [[0, 0], [400, 400], [0, 0]])
+
+
 def test_models_of_the_same_shapes_after_each_other():
     """The compiled step outlives the variables that it was first called with."""
     for _ in range(2):

@@ -338,7 +338,7 @@ def _check(variables, gradients, first, second) -> list[tf.Tensor]:
     for v, g, m in zip(variables, gradients, first):
         if g is None:
             raise ValueError(f"the gradient of {v.name} is None: leave the variable out of the step and of its state, or pass zeros")
-        g = tf.convert_to_tensor(g)
+        g = dense_gradient(g, v)
         _check_float("variable", v.name, v.dtype)
         _check_float("gradient of", v.name, g.dtype)
         for what, shape in (("gradient", g.shape), ("first moment", m.shape)):
@@ -346,6 +346,16 @@ def _check(variables, gradients, first, second) -> list[tf.Tensor]:
                 raise ValueError(f"the {what} of {v.name} has shape {shape}, the variable {v.shape}; shapes must be known and equal")
         dense.append(g)
     return dense
+
+
+def dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:
+    """`gradient` as a tensor. Slices of the same index are summed, in float32 at least: in 16 bits a frequent row would lose most of its sum."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.convert_to_tensor(gradient.values)
+        values = values if values.dtype.size > 2 else tf.cast(values, tf.float32)
+        gradient = tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
+    gradient = tf.convert_to_tensor(gradient)
+    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)
 
 
 def _check_float(what: str, name: str, dtype) -> None:

@@ -231,7 +231,7 @@ class LAMB(tf_keras.optimizers.legacy.Optimizer):
             here = [local(v) for v in variables]
             _, told = fused.update(
                 here,
-                [_dense(g, v) for g, v in zip(gradients, here)],
+                gradients,
                 [local(self.get_slot(v, "m")) for v in variables],
                 [local(self.get_slot(v, "v")) for v in variables],
                 self.iterations,
@@ -268,11 +268,3 @@ class LAMB(tf_keras.optimizers.legacy.Optimizer):
 
 # TensorFlow Addons and TF Models register theirs so; a model that was saved with one of them asks for it by this name.
 tf_keras.utils.get_custom_objects().setdefault("Addons>LAMB", LAMB)
-
-
-def _dense(gradient, variable):
-    """The gradient as one tensor of the variable's shape; slices with the same index are summed, in float32 at least."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values if gradient.values.dtype.size > 2 else tf.cast(gradient.values, tf.float32)
-        gradient = tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
-    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, variable.shape)

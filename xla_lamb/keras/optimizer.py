@@ -144,10 +144,12 @@ class Lamb(keras.optimizers.Optimizer):
         self._no_decay = _Patterns("exclude_from_weight_decay", exclude_from_weight_decay)
         self._no_adapt = _Patterns("exclude_from_layer_adaptation", exclude_from_layer_adaptation)
         self._layer_axes = tuple((_Patterns("layer_axes", [pattern]), count) for pattern, count in (layer_axes or {}).items())
-        # What the method exclude_from_weight_decay was given; the variables by their paths, or by their positions once those are known, since a loaded
-        # model's paths may have lost the model's own name.
+        # What the method exclude_from_weight_decay was given: patterns, and the paths of variables, which Keras knows by identity.
         self._excluded_names: tuple[str, ...] = ()
-        self._excluded_variables: tuple[str | int, ...] = ()
+        self._excluded_paths: tuple[str, ...] = ()
+        # What a configuration says of such variables: their positions, since a loaded model's paths may have lost the model's own name; their
+        # paths, if it was taken before there were positions.
+        self._restored: tuple[str | int, ...] = ()
         self._recorder = None
 
     def build(self, variables):
@@ -201,13 +203,14 @@ class Lamb(keras.optimizers.Optimizer):
         `get_config`."""
         super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)
         self._excluded_names = tuple(var_names or ())
-        self._excluded_variables = tuple(_path(v) for v in var_list or ())
+        self._excluded_paths = tuple(_path(v) for v in var_list or ())
+        self._restored = ()
 
     def _use_weight_decay(self, variable):
         path = _path(variable)
-        if path in self._excluded_variables or self._no_decay.match(path):
+        if self._no_decay.match(path) or path in self._restored:
             return False
-        if self.built and self._get_variable_index(variable) in self._excluded_variables:
+        if self.built and self._get_variable_index(variable) in self._restored:
             return False
         # On TensorFlow, Keras hands over its tf.Variable.
         return super()._use_weight_decay(variable.value if _on_tensorflow() and isinstance(variable, keras.Variable) else variable)
@@ -227,9 +230,19 @@ class Lamb(keras.optimizers.Optimizer):
     # The step.
 
     def apply(self, grads, trainable_variables=None):
-        super().apply([_dense(g) for g in grads], trainable_variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        if _on_tensorflow():
+            from xla_lamb.tensorflow import dense_gradient, tf
+
+            grads = list(grads)
+            for i, v in zip(range(len(grads)), trainable_variables or self._trainable_variables):
+                if isinstance(grads[i], tf.IndexedSlices):  # which Keras cannot clip, divide and accumulate everywhere
+                    grads[i] = dense_gradient(grads[i], v)
+        super().apply(grads, trainable_variables)
 
     def _backend_apply_gradients(self, grads, trainable_variables):
+        _check_shapes(grads, trainable_variables)  # before anything is changed
         # What Keras does here for each variable, for all at once: sum up, clip, step, average.
         steps = self.gradient_accumulation_steps
         update, scale = None, None
@@ -267,7 +280,6 @@ class Lamb(keras.optimizers.Optimizer):
 
     def _step(self, grads, variables, learning_rate, grad_scale=None, skip=None):
         """The grouped step of some of the variables; returns whether it was skipped."""
-        _check_shapes(grads, variables)
         indices = [self._get_variable_index(v) for v in variables]
         first, second = ([moments[i] for i in indices] for moments in (self._momentums, self._velocities))
         # As in Keras 0 means off.
@@ -365,9 +377,11 @@ class Lamb(keras.optimizers.Optimizer):
         for v, source in zip(variables, sources):
             v.assign(store[source])
 
-    def _positions(self) -> list[str | int]:
-        known = {_path(v): i for i, v in enumerate(self._trainable_variables)} if self.built else {}
-        return [known.get(v, v) for v in self._excluded_variables]
+    def _excluded_variables(self) -> list[str | int]:
+        if not self.built:
+            return [*self._excluded_paths, *self._restored]
+        keys = getattr(self, "_exclude_from_weight_decay", ())
+        return [*(i for i, v in enumerate(self._trainable_variables) if self._var_key(v) in keys), *self._restored]
 
     def get_config(self):
         variant = self._variant
@@ -385,7 +399,7 @@ class Lamb(keras.optimizers.Optimizer):
             "moment_dtype": self.moment_dtype,
             "implementation": self.implementation,
             "excluded_names": list(self._excluded_names),
-            "excluded_variables": self._positions(),
+            "excluded_variables": self._excluded_variables(),
         }
 
     @classmethod
@@ -395,7 +409,7 @@ class Lamb(keras.optimizers.Optimizer):
         optimizer = super().from_config(config, custom_objects)
         if names:
             optimizer.exclude_from_weight_decay(var_names=list(names))
-        optimizer._excluded_variables = tuple(variables)
+        optimizer._restored = tuple(variables)
         return optimizer
 
     @classmethod
@@ -445,7 +459,7 @@ class Lamb(keras.optimizers.Optimizer):
             peer.build(self._trainable_variables)
             for target, source in zip(peer.variables, self._saved_variables(), strict=True):
                 target.assign(source)
-        elif self._no_decay.patterns or self._excluded_variables:
+        elif self._no_decay.patterns or self._excluded_variables():
             raise ValueError("exclude_from_weight_decay names variables: call optimizer.build(model.trainable_variables) first")
         elif self._excluded_names:
             peer.exclude_from_weight_decay(var_names=list(self._excluded_names))
@@ -624,22 +638,11 @@ def _tensor(value):
     return value if value is None or isinstance(value, (int, float)) else ops.convert_to_tensor(value)
 
 
-def _dense(gradient):
-    """tf.IndexedSlices summed into a dense tensor."""
-    if _on_tensorflow() and type(gradient).__name__ == "IndexedSlices":
-        import tensorflow as tf
-
-        return tf.convert_to_tensor(gradient)
-    return gradient
-
-
 def _path(variable) -> str:
     return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def _check_shapes(grads, variables) -> None:
     for g, v in zip(grads, variables):
-        if None in tuple(g.shape):  # sparse gradients that were summed in a tf.cond, as under LossScaleOptimizer
-            g.set_shape(v.shape)
         if tuple(g.shape) != tuple(v.shape):
             raise ValueError(f"the gradient of {_path(v)} has shape {tuple(g.shape)}, the variable {tuple(v.shape)}")
