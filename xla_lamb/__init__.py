@@ -30,7 +30,7 @@ def __getattr__(name):
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
-    if name in ("checkpoints", "keras", "optax", "tensorflow", "tf_keras", "trust"):
+    if name in ("checkpoints", "keras", "minimize", "optax", "tensorflow", "tf_keras", "trust"):
         return importlib.import_module(f"xla_lamb.{name}")
     raise AttributeError(f"module 'xla_lamb' has no attribute {name!r}")
 

@@ -199,6 +199,70 @@ def update(
     return count, StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
 
+def gradient_norm(gradients: Sequence[Any], implementation: str | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """The norm of all gradients together, and whether all of their elements are finite, in one pass of a few fused calls.
+
+    Args:
+      gradients: tensors of float32, bfloat16, float16 or float64, of known shapes.
+      implementation: as in `lamb_step`.
+
+    Returns:
+      (norm, finite): a float32 scalar, float64 if there is a float64 gradient, and a boolean scalar. The squares of elements beyond 1e19 overflow float32:
+      then the norm is infinite though all is finite.
+    """
+    gradients = [tf.convert_to_tensor(g) for g in gradients]
+    for i, g in enumerate(gradients):
+        _check_float("gradient", str(i), g.dtype)
+        if not g.shape.is_fully_defined():
+            raise ValueError(f"gradient {i} has shape {g.shape}; shapes must be known")
+    if not gradients:
+        return tf.zeros(()), tf.constant(True)
+    return _compiled_norm(tuple((tuple(g.shape), g.dtype.name) for g in gradients), config.implementation(implementation))(gradients)
+
+
+def on_each_replica(run, variables: Sequence[tf.Variable], *operands):
+    """Calls ``run(variables, *operands)``; under tf.distribute once for each replica, with its own copies of variables and tensors.
+
+    Args:
+      variables: at least one tf.Variable; the first one's device is where a replica's call runs.
+      operands: structures of variables, tensors and what is the same on all replicas.
+
+    Returns:
+      What `run` returned, on the first replica if this is called once for all of them.
+    """
+    if not tf.distribute.has_strategy():
+        return run(variables, *operands)
+
+    def everywhere(distribution, *operands):
+        copies = len(distribution.experimental_local_results(operands[0][0]))
+        if tf.distribute.in_cross_replica_context():
+            replicas = range(copies)
+        else:
+            replicas = [int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)) % copies]
+
+        def local(x, replica):
+            parts = distribution.experimental_local_results(x)
+            return parts[replica if len(parts) > 1 else 0]
+
+        results = []
+        for replica in replicas:
+            mine = tf.nest.map_structure(lambda x: local(x, replica), operands)
+            with tf.device(mine[0][0].device):
+                results.append(run(*mine))
+        return results[0]
+
+    return tf.__internal__.distribute.interim.maybe_merge_call(everywhere, tf.distribute.get_strategy(), list(variables), *operands)
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled_norm(tensors, implementation):
+    from xla_lamb import step as fused
+
+    options = fused.Options(implementation, framework="tensorflow")
+    module = _export_module(lambda *gradients: fused.grad_norm(gradients, options), [_struct(*t) for t in tensors], implementation)
+    return tf.function(lambda gradients: tuple(module.call(gradients)), jit_compile=True, autograph=False)
+
+
 @functools.lru_cache(maxsize=None)
 def _compiled_step(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation):
     """A tf.function that XLA compiles, whatever the caller's context: only then are the variables updated in their own buffers."""
@@ -248,7 +312,6 @@ class _Module(NamedTuple):
 def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfinite, stats, implementation) -> _Module:
     """The step as StableHLO. Operands: the hyper-parameters (float64), skip, iterations, p, g, m, v. Results: iterations, p, m, v, the
     norm, skipped, and the trust ratios that have an element."""
-    import jax
     import jax.numpy as jnp
 
     from xla_lamb import reference
@@ -273,16 +336,29 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
         iterations = jnp.where(skipped, iterations, iterations + 1)
         return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *(x for x in trust if stats and x.size)]
 
-    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     shapes = [shape for shape, _, _ in tensors]
     operands = [
-        *[struct((), "float64")] * len(_HYPERPARAMETERS),
-        struct((), "bool"),
-        struct((), "int64"),
-        *(struct(shape, p) for shape, p, _ in tensors),
-        *(struct(shape, g) for shape, _, g in tensors),
-        *(struct(shape, dtype) for shape, dtype in zip(shapes + shapes, moment_dtypes)),
+        *[_struct((), "float64")] * len(_HYPERPARAMETERS),
+        _struct((), "bool"),
+        _struct((), "int64"),
+        *(_struct(shape, p) for shape, p, _ in tensors),
+        *(_struct(shape, g) for shape, _, g in tensors),
+        *(_struct(shape, dtype) for shape, dtype in zip(shapes + shapes, moment_dtypes)),
     ]
+    return _export_module(run, operands, implementation)
+
+
+def _struct(shape, dtype):
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
+
+
+def _export_module(function, operands, implementation) -> _Module:
+    import jax
+
+    from xla_lamb import step as fused
+
     if implementation == "fused":
         platforms = [p for p in fused.PLATFORMS if library.why_not("tensorflow", p) is None]
         if not platforms:
@@ -292,7 +368,7 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
     calls = ("xla_lamb_step", "xla_lamb_grad_norm")
     with _x64(jax):  # the hyper-parameters come as float64, and variables may be
         exported = jax.export.export(
-            jax.jit(run, keep_unused=True),
+            jax.jit(function, keep_unused=True),
             platforms=platforms,
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in calls],
         )(*operands)

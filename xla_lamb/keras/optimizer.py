@@ -180,20 +180,7 @@ class Lamb(keras.optimizers.Optimizer):
             wanted = dtype
         if wanted == dtype:
             return super().add_variable_from_reference(reference_variable, name=name, initializer=initializer)
-        layout = getattr(reference_variable, "_layout", None)
-        with self._beside(reference_variable):
-            return self.add_variable(
-                shape=reference_variable.shape,
-                initializer=initializer,
-                dtype=wanted,
-                name=f"{_path(reference_variable).replace('/', '_')}_{name}",
-                **({} if layout is None else {"layout": layout}),
-            )
-
-    def _beside(self, variable):
-        if not _on_tensorflow():
-            return contextlib.nullcontext()
-        return self._distribution_strategy.extended.colocate_vars_with(getattr(variable, "value", variable))
+        return add_variable_beside(self, reference_variable, name, wanted, initializer)
 
     # Which variables decay and adapt.
 
@@ -278,20 +265,47 @@ class Lamb(keras.optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         self._step([gradient], [variable], learning_rate)
 
-    def _step(self, grads, variables, learning_rate, grad_scale=None, skip=None):
-        """The grouped step of some of the variables; returns whether it was skipped."""
+    def apply_aggregated(self, gradients, variables, grad_scale=None, skip=None) -> None:
+        """The step alone, for those who have aggregated the gradients themselves, and know already whether and by how much they are clipped, such as
+        `xla_lamb.minimize.OptimizerWrapper`: `max_norm` and `nonfinite` are theirs to look at, and of Keras's arguments loss_scale_factor,
+        gradient_accumulation_steps and use_ema are not used.
+
+        Args:
+          gradients: tensors of the shapes of `variables`, the same on all replicas.
+          variables: some of those that the optimizer was built with.
+          grad_scale: scalar that the gradients are multiplied by inside the step. None: 1.
+          skip: boolean scalar; True leaves every variable as it was, `iterations` included.
+        """
+        self._check_variables_are_known(variables)
+        _check_shapes(gradients, variables)
+        if self.clipnorm or self.clipvalue:
+            if grad_scale is not None:
+                gradients, grad_scale = [g * ops.cast(grad_scale, g.dtype) for g in gradients], None
+            gradients = self._clip_gradients(gradients)
+        self._step(gradients, variables, self.learning_rate, grad_scale, skip, aggregated=True)
+        for v in variables:
+            if v.constraint is not None:
+                allowed = v.constraint(v)
+                v.assign(allowed if skip is None else ops.where(skip, _tensor(v), allowed))
+        self._iterations.assign_add(1 if skip is None else ops.cast(ops.logical_not(skip), self._iterations.dtype))
+
+    @property
+    def max_norm(self):
+        """The limit of the norm of all gradients together, or None."""
+        if self.global_clipnorm is self.clipnorm is self.clipvalue is None:
+            return self._variant.max_grad_norm
+        return self.global_clipnorm if (self.global_clipnorm or 0) > 0 else None  # as in Keras 0 means off
+
+    def _step(self, grads, variables, learning_rate, grad_scale=None, skip=None, aggregated=False):
+        """The grouped step of some of the variables; returns whether it was skipped. `aggregated`: as in `apply_aggregated`."""
         indices = [self._get_variable_index(v) for v in variables]
         first, second = ([moments[i] for i in indices] for moments in (self._momentums, self._velocities))
-        # As in Keras 0 means off.
-        clip = self.global_clipnorm if (self.global_clipnorm or 0) > 0 else None
-        if self.global_clipnorm is self.clipnorm is self.clipvalue is None:
-            clip = self._variant.max_grad_norm
         call = dict(
             variant=dataclasses.replace(self._variant, max_grad_norm=None),
             decays=tuple(bool(self._use_weight_decay(v)) for v in variables),
             adapts=tuple(self._adapts(v) for v in variables),
             layer_axes=tuple(self._layer_axes_of(v) for v in variables),
-            nonfinite=self.nonfinite,
+            nonfinite="propagate" if aggregated else self.nonfinite,
             implementation=self.implementation,
         )
         hyperparameters = dict(
@@ -302,10 +316,10 @@ class Lamb(keras.optimizers.Optimizer):
             eps_root=self.eps_root,
             weight_decay=self._variant.weight_decay if self.weight_decay is None else self.weight_decay,
             grad_scale=grad_scale,
-            max_grad_norm=clip,
+            max_grad_norm=None if aggregated else self.max_norm,
         )
         step = _tensorflow_step if _on_tensorflow() else _jax_step
-        trust, skipped = step(self, grads, variables, first, second, hyperparameters, call, skip, self._recorder is not None)
+        trust, skipped = step(self, grads, variables, first, second, hyperparameters, call, skip, self._recorder is not None, aggregated)
         if self._recorder:
             self._recorder.record(indices, trust, skip)
         return skipped
@@ -562,7 +576,7 @@ class _Recorder:
         return TrustRatios.of([_path(v) for v in variables], [rows.reshape(*shape, 3) for rows, shape in zip(parts, layers)])
 
 
-def _tensorflow_step(optimizer, grads, variables, first, second, hyperparameters, call, skip, stats):
+def _tensorflow_step(optimizer, grads, variables, first, second, hyperparameters, call, skip, stats, aggregated):
     import tensorflow as tf
 
     from xla_lamb import tensorflow as on_tensorflow
@@ -574,35 +588,12 @@ def _tensorflow_step(optimizer, grads, variables, first, second, hyperparameters
     unwrap = lambda variables: [v if isinstance(v, tf.Variable) else v.value for v in variables]
     values, grads, first, second = unwrap(variables), list(grads), unwrap(first), unwrap(second)
     hyperparameters = {name: _tensor(value) for name, value in hyperparameters.items()}
-    rest = (first, second, _tensor(optimizer.iterations), hyperparameters, skip)
-    if not tf.distribute.has_strategy():
-        return run(values, grads, *rest)
-
-    # Gradients are summed over the replicas; then each takes the same step on its own copy.
-    grads = [g for g, _ in optimizer._all_reduce_sum_gradients(list(zip(grads, values)))]
-
-    def run_everywhere(distribution, *operands):
-        copies = len(distribution.experimental_local_results(operands[0][0]))
-        if tf.distribute.in_cross_replica_context():
-            replicas = range(copies)
-        else:
-            replicas = [int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)) % copies]
-
-        def local(x, replica):
-            parts = distribution.experimental_local_results(x)
-            return parts[replica if len(parts) > 1 else 0]
-
-        results = []
-        for replica in replicas:
-            mine = tf.nest.map_structure(lambda x: local(x, replica), operands)
-            with tf.device(mine[0][0].device):
-                results.append(run(*mine))
-        return results[0]
-
-    return tf.__internal__.distribute.interim.maybe_merge_call(run_everywhere, tf.distribute.get_strategy(), values, grads, *rest)
+    if tf.distribute.has_strategy() and not aggregated:  # gradients are summed over the replicas; then each takes the same step on its own copy
+        grads = [g for g, _ in optimizer._all_reduce_sum_gradients(list(zip(grads, values)))]
+    return on_tensorflow.on_each_replica(run, values, grads, first, second, _tensor(optimizer.iterations), hyperparameters, skip)
 
 
-def _jax_step(optimizer, grads, variables, first, second, hyperparameters, call, skip, stats):
+def _jax_step(optimizer, grads, variables, first, second, hyperparameters, call, skip, stats, aggregated):
     import jax.numpy as jnp
 
     from xla_lamb import reference
@@ -627,6 +618,23 @@ def _jax_step(optimizer, grads, variables, first, second, hyperparameters, call,
         for target, output in zip(targets, outputs):
             target.assign(output)
     return trust, jnp.asarray(skipped, bool)
+
+
+def add_variable_beside(optimizer, reference, name: str, dtype: str, initializer="zeros"):
+    """An optimizer's variable of the shape and on the devices of another variable, of a type of its own."""
+    if _on_tensorflow():
+        beside = optimizer._distribution_strategy.extended.colocate_vars_with(getattr(reference, "value", reference))
+    else:
+        beside = contextlib.nullcontext()
+    layout = getattr(reference, "_layout", None)
+    with beside:
+        return optimizer.add_variable(
+            shape=reference.shape,
+            initializer=initializer,
+            dtype=dtype,
+            name=f"{_path(reference).replace('/', '_')}_{name}",
+            **({} if layout is None else {"layout": layout}),
+        )
 
 
 def _on_tensorflow() -> bool:
