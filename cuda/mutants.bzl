@@ -52,8 +52,42 @@ MUTANTS = {
     ),
 }
 
+def test_program(sanitizers):
+    """The launcher and kernel_test.cc, compiled once for the kernel and all of its mutants: NAME_launcher and NAME_test_program.
+
+    Args:
+      sanitizers: an entry of SANITIZERS, which is the beginning of the names.
+    """
+    copts = COPTS + sanitized(SANITIZERS[sanitizers])
+    native.cc_library(
+        name = sanitizers + "launcher",
+        testonly = True,
+        srcs = [":launch.cc"],
+        hdrs = [":headers"],
+        copts = copts,
+        linkstatic = True,
+        deps = [
+            "//cuda/emulation",
+            "//ffi:step",
+        ],
+    )
+    native.cc_library(
+        name = sanitizers + "test_program",
+        testonly = True,
+        srcs = [":kernel_test.cc"],
+        copts = copts,
+        linkstatic = True,
+        deps = [
+            ":" + sanitizers + "launcher",
+            "//ffi:kernel",
+            "//ffi:kernel_headers",
+            "//ffi:kernel_testing",
+        ],
+        alwayslink = True,  # nothing refers to main
+    )
+
 def kernel_for_host(name, sanitizers, copts = []):
-    """The kernel and its launcher, compiled for the emulation.
+    """The kernel, compiled for the emulation, with its launcher.
 
     Args:
       name: of the library, whose source is NAME.cc.
@@ -63,15 +97,17 @@ def kernel_for_host(name, sanitizers, copts = []):
     native.cc_library(
         name = name,
         testonly = True,
-        srcs = [name + ".cc", ":launch.cc"],
+        srcs = [name + ".cc"],
         hdrs = [":headers"],
         copts = COPTS + ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"] + sanitized(SANITIZERS[sanitizers]) + copts,
         linkstatic = True,
         visibility = ["//cuda:__subpackages__"],
         deps = [
+            ":" + sanitizers + "launcher",
             "//cuda/emulation",
             "//ffi:step",
         ],
+        alwayslink = True,  # the launcher, of which there may be many kernels, refers to it
     )
 
 def mutant_test(name, old, new, sanitizers, expected):
@@ -83,18 +119,14 @@ def mutant_test(name, old, new, sanitizers, expected):
         cmd = "'%s' $(location //tools:replace.py) $< $@ '%s' '%s'" % (PYTHON, old, new),
         tools = ["//tools:replace.py"],
     )
-    kernel_for_host(name + "_kernel", sanitizers, ["-Wno-unused-variable"])
+    kernel_for_host(name + "_kernel", sanitizers, ["-Wno-unused-variable", "-Og"])  # -O3 takes three times as long
     native.cc_binary(
         name = name + "_kernel_test",
         testonly = True,
-        srcs = [":kernel_test.cc"],
-        copts = COPTS + sanitized(SANITIZERS[sanitizers]),
         linkopts = SANITIZERS[sanitizers],
         deps = [
             ":" + name + "_kernel",
-            "//ffi:kernel",
-            "//ffi:kernel_headers",
-            "//ffi:kernel_testing",
+            ":" + sanitizers + "test_program",
         ],
     )
     native.sh_test(

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -26,6 +27,7 @@ inline void Check(bool good, const std::string& what) {
   if (good) return;
   ++failures;
   std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  if (std::getenv("XLA_LAMB_FIRST_FAILURE") != nullptr) std::exit(1);  // for what must fail: it is enough
 }
 
 inline int Report() {
@@ -95,6 +97,15 @@ struct Buffers {
   std::vector<char> scalars;
 };
 
+// The normal numbers that every case is filled with, in this order. Made once: that takes longer than what is tested.
+inline double Normal(size_t i) {
+  static std::mt19937 random(7);
+  static std::normal_distribution<double> normal;
+  static std::vector<double> made;
+  while (made.size() <= i) made.push_back(normal(random));
+  return made[i];
+}
+
 inline int64_t Offset(const Case& c, Type type) { return c.aligned ? 16 : SizeOf(type); }
 
 inline std::vector<char> Scalars(const Case& c) {
@@ -105,14 +116,13 @@ inline std::vector<char> Scalars(const Case& c) {
 }
 
 inline Buffers Make(const Case& c) {
-  std::mt19937 random(7);
-  std::normal_distribution<double> normal;
+  size_t next = 0;
   Buffers b;
   for (const auto& shape : c.shapes) {
     const auto fill = [&](Type type, bool square) {
       std::vector<char> bytes(static_cast<size_t>(Offset(c, type) + shape.first * SizeOf(type)));
       for (int64_t i = 0; i < shape.first; ++i) {
-        const double x = normal(random);
+        const double x = Normal(next++);
         Put(&bytes, Offset(c, type), type, i, square ? x * x : x);
       }
       return bytes;

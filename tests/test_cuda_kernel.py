@@ -15,7 +15,7 @@ import helpers
 ELSEWHERE = "not reference and not sparse and not instruction_set and not ten_million and not more_elements and not norms_of_many"
 
 
-@pytest.mark.parametrize("file, least", [("test_kernel.py", 45), ("test_traps.py", 20)])
+@pytest.mark.parametrize("file, least", [("test_kernel.py", 40), ("test_traps.py", 20)])
 def test_on_the_emulated_kernel(file, least):
     code = f"""
 import sys, pytest

@@ -13,10 +13,10 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE |
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_example(number):
     # A warning would mean that the example ran the reference.
     run = subprocess.run(
@@ -28,7 +28,8 @@ def test_example(number):
 def test_docstrings():
     import xla_lamb.keras.optimizer
     import xla_lamb.optax
+    from xla_lamb.minimize import loss_scaling, model, pipeline, weight_decay
 
-    for module in (xla_lamb.optax, xla_lamb.keras.optimizer):
+    for module in (xla_lamb.optax, xla_lamb.keras.optimizer, loss_scaling, model, pipeline, weight_decay):
         failed, tried = doctest.testmod(module)
         assert tried > 0 and failed == 0

@@ -13,7 +13,7 @@ def sanitized(sanitizers):
     return sanitizers + [
         "-fno-sanitize-recover=all",
         "-fno-omit-frame-pointer",
-        "-O1",
-        "-g",
+        "-Og",  # -O1 takes four times as long to compile with the address sanitizer
+        "-g1",  # lines, for its reports
         "-U_FORTIFY_SOURCE",  # hides overflows from the address sanitizer
     ]

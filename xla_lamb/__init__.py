@@ -7,6 +7,7 @@
     optax.py       xla_lamb.lamb, for JAX
     tensorflow.py  lamb_step on tf.Variables
     keras/         Lamb and LAMB for Keras 3, and the callback that logs trust ratios
+    minimize/      optimizers whose minimize goes in steps that can each be replaced: loss scaling, clipping, aggregation, averages, privacy
     tf_keras.py    LAMB for tf_keras, in the place of TensorFlow Addons' and TF Models'
     trust.py       trust ratios as a table and as a picture
     checkpoints/   LAMB's state in the files of optax, Keras, TensorFlow Addons and apex; python -m xla_lamb convert

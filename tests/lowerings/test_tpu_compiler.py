@@ -5,7 +5,7 @@ import pytest
 import compilers
 from benchmarks import sets
 
-SHAPES = sets.bert(layers=2, width=512)
+SHAPES = sets.bert(layers=1, width=512)
 FEW = [(128, 64), (128,), ()]
 TPUS = ["v5e:2x2", "v6e:2x2"]
 JOBS = {

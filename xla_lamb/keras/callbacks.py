@@ -28,7 +28,7 @@ class TrustRatioLogger(keras.callbacks.Callback):
       steps: for each of them the optimizer's ``iterations``.
 
     Raises:
-      TypeError: when training begins, if the optimizer is not `xla_lamb.keras.Lamb`, alone or in a LossScaleOptimizer.
+      TypeError: when training begins, if the optimizer is not `xla_lamb.keras.Lamb`, alone, in wrappers of `xla_lamb.minimize` or in a LossScaleOptimizer.
       ImportError, FileNotFoundError, ValueError: when training begins, if the picture cannot be drawn there.
 
     Example::
@@ -90,7 +90,8 @@ class TrustRatioLogger(keras.callbacks.Callback):
     def _optimizer(self):
         # On JAX, self.model brings the values of a running epoch back into the variables.
         optimizer = self.model.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        while inner := getattr(optimizer, "inner", None) or getattr(optimizer, "inner_optimizer", None):
+            optimizer = inner
         if not hasattr(optimizer, "record_trust_ratios"):
             name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise TypeError(f"TrustRatioLogger needs a model compiled with xla_lamb.keras.Lamb, and cannot read trust ratios from {name}")

@@ -623,7 +623,7 @@ def _jax_step(optimizer, grads, variables, first, second, hyperparameters, call,
 def add_variable_beside(optimizer, reference, name: str, dtype: str, initializer="zeros"):
     """An optimizer's variable of the shape and on the devices of another variable, of a type of its own."""
     if _on_tensorflow():
-        beside = optimizer._distribution_strategy.extended.colocate_vars_with(getattr(reference, "value", reference))
+        beside = optimizer._distribution_strategy.extended.colocate_vars_with(reference.value if isinstance(reference, keras.Variable) else reference)
     else:
         beside = contextlib.nullcontext()
     layout = getattr(reference, "_layout", None)

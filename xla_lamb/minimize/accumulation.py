@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 from keras import ops
 
-from xla_lamb.minimize.gradients import GradsAndVars, either, value_of
+from xla_lamb.minimize.gradients import GradsAndVars, either, path, value_of
 from xla_lamb.minimize.pipeline import OptimizerWrapper, on_each_replica
 
 
@@ -14,7 +16,7 @@ class GradientAccumulation(OptimizerWrapper):
     """Takes a step with the mean gradient of every `steps` batches; the batches between change nothing, `iterations` included.
 
     The sum is kept in float32 (float64 for float64 variables), of the gradients of all replicas. A batch whose gradients are not finite, inside a `LossScaling`, is
-    left out and another takes its place.
+    left out and another takes its place. A step is for the variables that its last batch has gradients of, so all its batches should have those of the same.
 
     Args:
       inner: the optimizer that takes the step with the mean.
@@ -29,6 +31,7 @@ class GradientAccumulation(OptimizerWrapper):
             raise ValueError(f"steps must be a number of batches, 1 or more, not {steps!r}")
         super().__init__(inner, name=name, **kwargs)
         self.steps = steps
+        object.__setattr__(self, "_accumulated", None)  # the variables of the last batch, untracked
 
     def build(self, variables):
         if self.built:
@@ -38,6 +41,7 @@ class GradientAccumulation(OptimizerWrapper):
         self._batches = self.add_variable((), "zeros", "int", aggregation="only_first_replica", name="batches")
 
     def transform_gradients(self, grads_and_vars):
+        self._note(grads_and_vars.variables)
         sums = [self._sums[self._get_variable_index(v)] for v in grads_and_vars.variables]
         skip = grads_and_vars.skip
 
@@ -50,8 +54,24 @@ class GradientAccumulation(OptimizerWrapper):
         on_each_replica(add, sums, grads_and_vars.raw, grads_and_vars.scale, skip)
         self._batches.assign_add(1 if skip is None else ops.cast(ops.logical_not(skip), self._batches.dtype))
         batches = ops.maximum(value_of(self._batches), 1)
-        mean = GradsAndVars(zip(map(value_of, sums), grads_and_vars.variables), 1 / ops.cast(batches, "float32"))
+        dtype = "float64" if any(total.dtype == "float64" for total in sums) else "float32"
+        mean = GradsAndVars(zip(map(value_of, sums), grads_and_vars.variables), 1 / ops.cast(batches, dtype))
         return super().transform_gradients(mean.skipped(self._waits()))
+
+    def _note(self, variables):
+        now, before = {self._var_key(v): path(v) for v in variables}, self._accumulated
+        if before and before.keys() != now.keys():
+            different = sorted({**before, **now}[key] for key in before.keys() ^ now.keys())
+            warnings.warn(f"of batches that {self.name!r} adds up only some have gradients of {different}, and a step is for those of its last batch", stacklevel=2)
+        object.__setattr__(self, "_accumulated", now)
+
+    def check_origin(self, done, aggregate):
+        if not aggregate and self._accumulated is None:
+            raise ValueError(
+                "apply_gradients(..., aggregate=False) leaves out transform_gradients, which is what accumulates: call it with aggregate=True, or with what "
+                "compute_gradients(..., aggregate=True) gave"
+            )
+        super().check_origin(done, aggregate)
 
     def _waits(self):
         return ops.less(value_of(self._batches), self.steps)
@@ -70,3 +90,6 @@ class GradientAccumulation(OptimizerWrapper):
 
         on_each_replica(empty, self._sums, full)
         self._batches.assign(ops.where(full, 0, value_of(self._batches)))
+
+    def get_config(self):
+        return {**super().get_config(), "steps": self.steps}

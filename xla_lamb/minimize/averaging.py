@@ -24,20 +24,21 @@ class Averaging(OptimizerWrapper):
     def __init__(self, inner, *, name: str | None = None, **kwargs):
         super().__init__(inner, name=name, **kwargs)
         object.__setattr__(self, "_own_weights", None)  # the values that averaged_weights put aside
+        object.__setattr__(self, "_steps_before", 0)  # the number of steps when it did
 
     def build(self, variables):
         if self.built:
             return
         super().build(variables)
         self.averages = [self.add_slot(v, "average", copied=True) for v in variables]
-        self._taken = self.add_variable((), "zeros", "int", aggregation="only_first_replica", name="steps_taken")
+        self._steps_taken = self.add_variable((), "zeros", "int", aggregation="only_first_replica", name="steps_taken")
 
     def apply_updates(self, grads_and_vars):
-        if self._own_weights is not None:
-            raise RuntimeError(f"{self.name!r} has its averages in the variables: call use_own_weights() before the next step")
+        self.check_own_weights()
         super().apply_updates(grads_and_vars)
         skip = grads_and_vars.skip
-        taken = value_of(self._taken)
+        taken = value_of(self._steps_taken)
+
         def update(variables, averages, taken, skip):
             for v, a in zip(variables, averages):
                 value, old = value_of(v), value_of(a)
@@ -48,7 +49,7 @@ class Averaging(OptimizerWrapper):
                     v.assign(weight if skip is None else ops.where(skip, value, weight))
 
         on_each_replica(update, self._trainable_variables, self.averages, taken, skip)
-        self._taken.assign_add(1 if skip is None else ops.cast(ops.logical_not(skip), self._taken.dtype))
+        self._steps_taken.assign_add(1 if skip is None else ops.cast(ops.logical_not(skip), self._steps_taken.dtype))
 
     def average(self, weight, average, taken):
         """What becomes of a variable after a step: (weight, average), the weight None to leave it.
@@ -66,16 +67,25 @@ class Averaging(OptimizerWrapper):
         if self._own_weights is not None:
             raise RuntimeError(f"{self.name!r} has its averages in the variables already")
         object.__setattr__(self, "_own_weights", [ops.convert_to_numpy(v) for v in self._trainable_variables])
+        object.__setattr__(self, "_steps_before", int(ops.convert_to_numpy(self._steps_taken)))
         for v, a in zip(self._trainable_variables, self.averages):
-            v.assign(ops.cast(value_of(a), v.dtype))
+            # A copy: on JAX, Model.evaluate donates the variables' buffers.
+            v.assign(ops.copy(ops.cast(value_of(a), v.dtype)))
 
     def use_own_weights(self) -> None:
-        """Undoes `use_averaged_weights`."""
+        """Undoes `use_averaged_weights`.
+
+        Raises:
+          RuntimeError: if it was not called, or if a compiled function, which cannot look for that, took steps since.
+        """
         if self._own_weights is None:
             raise RuntimeError(f"{self.name!r} has its own weights in the variables already")
         for v, value in zip(self._trainable_variables, self._own_weights):
             v.assign(value)
         object.__setattr__(self, "_own_weights", None)
+        lost = int(ops.convert_to_numpy(self._steps_taken)) - self._steps_before
+        if lost:
+            raise RuntimeError(f"{self.name!r} took {lost} steps while its averages were in the variables: these are lost, and the averages are not right any more")
 
     @contextlib.contextmanager
     def averaged_weights(self):
@@ -85,6 +95,11 @@ class Averaging(OptimizerWrapper):
             yield
         finally:
             self.use_own_weights()
+
+    def check_own_weights(self) -> None:
+        """Raises RuntimeError while the averages are in the variables."""
+        if self._own_weights is not None:
+            raise RuntimeError(f"{self.name!r} has its averages in the variables: call use_own_weights() before the next step")
 
     def _need_built(self):
         if not self.built:
@@ -176,17 +191,34 @@ class Lookahead(Averaging):
 class AveragedWeights(keras.callbacks.Callback):
     """Evaluates and predicts with the averages of an `Averaging` optimizer in the model's variables, during Model.fit too.
 
+    An evaluation that ends with an exception leaves them there: the next one, or the next fit with this callback, begins with putting the weights back.
+
     Raises:
-      TypeError: at the first evaluation, if the model's optimizer keeps no averages.
+      TypeError: at the beginning of training or of an evaluation, if the model's optimizer keeps no averages.
+      RuntimeError: if somebody else has put the averages into the variables.
     """
 
+    _swapped = None
+
+    def on_train_begin(self, logs=None):
+        self._swap_back()
+        self._optimizer().check_own_weights()
+
     def on_test_begin(self, logs=None):
-        self._optimizer().use_averaged_weights()
+        self._swap_back()
+        optimizer = self._optimizer()
+        optimizer.use_averaged_weights()
+        self._swapped = optimizer
 
     def on_test_end(self, logs=None):
-        self._optimizer().use_own_weights()
+        self._swap_back()
 
     on_predict_begin, on_predict_end = on_test_begin, on_test_end
+
+    def _swap_back(self):
+        optimizer, self._swapped = self._swapped, None
+        if optimizer is not None:
+            optimizer.use_own_weights()
 
     def _optimizer(self):
         optimizer = self.model.optimizer

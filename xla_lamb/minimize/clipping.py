@@ -45,7 +45,8 @@ class ClipByGlobalNorm(_Clipping):
 
 @keras.saving.register_keras_serializable(package="xla_lamb")
 class ClipByNorm(_Clipping):
-    """Scales each gradient so that its own norm is at most `max_norm`, as `tf.clip_by_norm`; the gradients of all replicas are summed before.
+    """Scales each gradient so that its own norm is at most `max_norm`, as `tf.clip_by_norm`; the gradients of all replicas are summed before. If a norm is
+    infinite or NaN, so becomes the gradient.
 
     Args:
       inner: the optimizer that gets the clipped gradients.
@@ -65,7 +66,8 @@ class ClipByNorm(_Clipping):
         dtype = keras.backend.standardize_dtype(gradient.dtype)
         wide = ops.cast(gradient, "float32" if dtype in ("float16", "bfloat16") else dtype)
         norm = ops.sqrt(ops.sum(ops.square(wide)))
-        factor = self.max_norm / ops.maximum(norm, self.max_norm)  # a NaN stays one
+        factor = self.max_norm / ops.maximum(norm, self.max_norm)
+        factor = ops.where(ops.isfinite(norm), factor, ops.full_like(norm, float("nan")))  # a norm that overflows must not make zeros
         return ops.cast(wide * factor, dtype)
 
 

@@ -91,7 +91,7 @@ class GradsAndVars(Sequence):
         """Notes how many steps of an optimizer are behind the gradients: on them, so that lists which are made of them are known too."""
         self._mark = optimizer, done
         for g in [g for g, _ in self._pairs] if self._pairs else self.raw if self.scale is None else ():
-            setattr(g, _MARK, (weakref.ref(optimizer), done))
+            set_steps_done(g, optimizer, done)
 
     def done(self, optimizer) -> int:
         """How many steps of an optimizer are known to be behind all of the gradients."""
@@ -99,8 +99,7 @@ class GradsAndVars(Sequence):
             return self._mark[1]
         if self.scale is not None:
             return 0
-        marks = [getattr(g, _MARK, None) for g in self.raw]
-        return min((mark[1] if mark and mark[0]() is optimizer else 0 for mark in marks), default=0)
+        return min((steps_done(g, optimizer) for g in self.raw), default=0)
 
 
 def either(a, b):
@@ -109,6 +108,18 @@ def either(a, b):
 
 
 _MARK = "_xla_lamb_steps_done"
+
+
+def set_steps_done(tensor, optimizer, done: int) -> None:
+    """Notes on a loss or a gradient how many steps of an optimizer are behind it."""
+    if hasattr(tensor, "__dict__"):
+        setattr(tensor, _MARK, (weakref.ref(optimizer), done))
+
+
+def steps_done(tensor, optimizer) -> int:
+    """What `set_steps_done` noted, or 0."""
+    of, done = getattr(tensor, _MARK, (lambda: None, 0))
+    return done if of() is optimizer else 0
 
 
 def path(variable) -> str:
@@ -132,7 +143,7 @@ def _graph():
         return None
     import tensorflow as tf
 
-    return None if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()  # not its id, which the next one may get
 
 
 def _norm_and_finite(gradients):
@@ -159,15 +170,30 @@ def without_missing(pairs) -> list:
     return there
 
 
-def dense(pairs) -> GradsAndVars:
-    """With tf.IndexedSlices as tensors."""
+def dense(pairs, scale=None) -> GradsAndVars:
+    """With tf.IndexedSlices, arrays and numbers as tensors."""
     if keras.backend.backend() != "tensorflow":
-        return GradsAndVars(pairs)
+        return GradsAndVars([(ops.convert_to_tensor(g), v) for g, v in pairs], scale)
     import tensorflow as tf
 
     from xla_lamb.tensorflow import dense_gradient
 
-    return GradsAndVars((dense_gradient(g, v) if isinstance(g, tf.IndexedSlices) else g if tf.is_tensor(g) else tf.convert_to_tensor(g), v) for g, v in pairs)
+    of = lambda g, v: dense_gradient(g, v) if isinstance(g, tf.IndexedSlices) else g if tf.is_tensor(g) else tf.convert_to_tensor(g)
+    return GradsAndVars([(of(g, v), v) for g, v in pairs], scale)
+
+
+def _shaped(gradient, variable):
+    """A gradient with the shape of its variable, or None if it has another. In a tf.function, after a tf.py_function for instance, it may not be known."""
+    shape, wanted = gradient.shape, tuple(variable.shape)
+    if getattr(shape, "rank", 0) is not None:
+        shape = tuple(shape)
+        if shape == wanted:
+            return gradient
+        if len(shape) != len(wanted) or any(n is not None and n != m for n, m in zip(shape, wanted)):
+            return None
+    import tensorflow as tf
+
+    return tf.ensure_shape(gradient, wanted)
 
 
 def checked(who, step, result, given) -> GradsAndVars | list:
@@ -202,8 +228,11 @@ def checked(who, step, result, given) -> GradsAndVars | list:
     for g, v in zip(result.raw, variables) if isinstance(result, GradsAndVars) else result:
         if g is None:
             raise ValueError(f"{name} returned None as the gradient of {path(v)}: return zeros to leave it where it is")
-        if step != "aggregate_gradients" and tuple(g.shape) != tuple(v.shape):
+    if not isinstance(result, GradsAndVars):
+        result = dense(result).skipped(given.skip if isinstance(given, GradsAndVars) else None)
+    for i, (g, v) in enumerate(zip(result.raw, variables)):
+        result.raw[i] = _shaped(g, v)
+        if result.raw[i] is None:
+            result.raw[i] = g
             raise ValueError(f"{name} returned a gradient of {path(v)} of shape {tuple(g.shape)}, and the variable has {tuple(v.shape)}")
-    if isinstance(result, GradsAndVars):
-        return result
-    return dense(result).skipped(given.skip) if isinstance(given, GradsAndVars) else dense(result)
+    return result

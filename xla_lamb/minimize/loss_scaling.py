@@ -16,10 +16,10 @@ _LEAST, _LARGEST = 2.0**-126, 2.0**126
 class LossScaling(OptimizerWrapper, keras.optimizers.LossScaleOptimizer):  # so that compile, for a mixed_float16 model, adds no second one
     """Multiplies the loss, and divides the gradients; a step whose gradients are not finite on some replica changes nothing on any.
 
-    A dynamic scale is that of `keras.optimizers.LossScaleOptimizer`: halved after such a step, doubled after `dynamic_growth_steps` steps without one (between 2**-126 and
-    2**126). The steps of the optimizer inside see gradients without the scale, and replicas sum up gradients with it, in the type that they have. With
-    `xla_lamb.keras.Lamb` inside, division and skipping are part of the fused step, and looking for infinities is one fused pass that reads the gradients; it is also the
-    pass that global-norm clipping needs.
+    A dynamic scale is that of `keras.optimizers.LossScaleOptimizer`: halved after such a step, doubled after `dynamic_growth_steps` steps without one (from 2**-126 to
+    2**126). Gradients whose norm is infinite, as it is in float32 if one is beyond 1e19, count as not finite. The steps of the optimizer inside see gradients without the
+    scale, and replicas sum up gradients with it, in the type that they have. With `xla_lamb.keras.Lamb` inside, division and skipping are part of the fused step, and
+    looking for infinities is one fused pass that reads the gradients; it is also the pass that global-norm clipping needs.
 
     Args:
       inner: the optimizer whose gradients are scaled. What looks at gradients has to be inside.
@@ -73,18 +73,20 @@ class LossScaling(OptimizerWrapper, keras.optimizers.LossScaleOptimizer):  # so 
             return grads_and_vars  # nobody looks at them
         scale = self.loss_scale
         transformed = super().transform_unaggregated_gradients(self._unscaled(grads_and_vars, scale))
+        # NaN if they were not finite, whatever became of them since: the other replicas have to see it in the sum.
+        back = ops.where(_finite(grads_and_vars), scale, float("nan"))
         dtypes = [g.dtype for g in grads_and_vars.raw]
-        return GradsAndVars((ops.cast(g, dtype), v) for dtype, (g, v) in zip(dtypes, transformed.scaled(scale)))
+        return GradsAndVars((ops.cast(g, dtype), v) for dtype, (g, v) in zip(dtypes, transformed.scaled(back)))
 
     def transform_gradients(self, grads_and_vars):
         unscaled = self._unscaled(grads_and_vars, self.loss_scale)
         if self.dynamic:
-            self._adapt(grads_and_vars.finite)
+            self._adapt(_finite(grads_and_vars))
         return super().transform_gradients(unscaled)
 
     def _unscaled(self, grads_and_vars, scale):
         # What is not finite becomes NaN altogether, so that no clipping can hide it.
-        finite = grads_and_vars.finite
+        finite = _finite(grads_and_vars)
         return grads_and_vars.scaled(ops.where(finite, 1 / scale, float("nan"))).skipped(ops.logical_not(finite))
 
     def _adapt(self, finite):
@@ -97,7 +99,7 @@ class LossScaling(OptimizerWrapper, keras.optimizers.LossScaleOptimizer):  # so 
 
     def skip_updates(self, grads_and_vars):
         # Where transform_gradients has not said it already.
-        infinite = ops.logical_not(grads_and_vars.finite) if grads_and_vars.skip is None else None
+        infinite = ops.logical_not(_finite(grads_and_vars)) if grads_and_vars.skip is None else None
         return either(infinite, super().skip_updates(grads_and_vars))
 
     def objects_to(self, outer):
@@ -116,3 +118,8 @@ class LossScaling(OptimizerWrapper, keras.optimizers.LossScaleOptimizer):  # so 
 
     def get_config(self):
         return {**super().get_config(), "initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps, "dynamic": self.dynamic}
+
+
+def _finite(grads_and_vars):
+    # The squares of finite gradients overflow too: a scale for which their norm is infinite is too large.
+    return ops.logical_and(grads_and_vars.finite, ops.isfinite(grads_and_vars.global_norm))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from xla_lamb.keras.optimizer import BACKENDS, add_variable_beside
-from xla_lamb.minimize.gradients import GradsAndVars, checked, dense, path, value_of, without_missing
+from xla_lamb.minimize.gradients import GradsAndVars, checked, dense, path, set_steps_done, steps_done, value_of, without_missing
 
 CONTRACTS = {
     "transform_loss": "it gets the loss of its replica, under the tape, and returns the loss to differentiate",
@@ -22,8 +24,8 @@ CONTRACTS = {
     "aggregate_gradients": "it gets the (gradient, variable) pairs of its replica, and returns those of all replicas together, the same on each",
     "transform_gradients": "it gets the aggregated (gradient, variable) pairs, the same on all replicas, and returns as many for the same variables",
 }
-# The number of steps that are behind the gradients of each kind.
-_COMPUTED, _TRANSFORMED, _AGGREGATED = 2, 3, 5
+# The number of steps that are behind a loss and the gradients of each kind.
+_SCALED, _COMPUTED, _TRANSFORMED, _AGGREGATED = 1, 2, 3, 5
 
 
 @keras.saving.register_keras_serializable(package="xla_lamb")
@@ -89,12 +91,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             raise NotImplementedError(f"xla_lamb.minimize runs on Keras's {' and '.join(BACKENDS)} backends, and this is {keras.backend.backend()!r}")
         _check_inner(inner)
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
-        for variable in (self._iterations, self._learning_rate):  # those of `inner` are used
-            self._untrack_variable(variable)
-        del self._iterations, self._learning_rate
+        del self._iterations, self._learning_rate  # those of `inner` are used
         object.__setattr__(self, "_iterations", inner._iterations)  # without tracking it a second time
         self.inner = inner
-        if aggregate_gradients not in (None, "sum", "mean"):
+        if aggregate_gradients is not None and (not isinstance(aggregate_gradients, str) or aggregate_gradients not in ("sum", "mean")):
             aggregate_gradients = _function("aggregate_gradients", aggregate_gradients)
         self._functions = {
             "transform_loss": _functions("transform_loss", transform_loss),
@@ -128,11 +128,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def aggregate_gradients(self, grads_and_vars):
         """Step 4: the pairs of this replica -> those of all replicas together."""
+        grads_and_vars = self._as_given("aggregate_gradients", grads_and_vars)
         how = self._functions["aggregate_gradients"]
         if callable(how):
             return checked(how, "aggregate_gradients", how(grads_and_vars), grads_and_vars)
         if how is None and isinstance(self.inner, OptimizerWrapper):
-            return self._inner("aggregate_gradients", grads_and_vars)
+            return self.inner._run(grads_and_vars, "aggregate_gradients")
         return _reduced(grads_and_vars, how or "sum")
 
     def transform_gradients(self, grads_and_vars):
@@ -150,8 +151,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def apply_updates(self, grads_and_vars):
         """Step 6: changes the variables. `grads_and_vars.skip` is what `skip_updates` said: where it is True nothing may change."""
+        grads_and_vars = self._as_given("apply_updates", grads_and_vars)
         if isinstance(self.inner, OptimizerWrapper):
-            self.inner.apply_updates(grads_and_vars)
+            with _giving(grads_and_vars):
+                self.inner.apply_updates(grads_and_vars)
         elif hasattr(self.inner, "apply_aggregated"):
             if self.inner.max_norm is not None:
                 grads_and_vars = grads_and_vars.clipped(self.inner.max_norm)
@@ -160,23 +163,28 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             self._apply_guest(grads_and_vars)
 
     def _transform(self, step, grads_and_vars):
+        grads_and_vars = self._as_given(step, grads_and_vars)
         for function in self._functions[step]:
             grads_and_vars = checked(function, step, function(grads_and_vars), grads_and_vars)
-        return self._inner(step, grads_and_vars) if isinstance(self.inner, OptimizerWrapper) else grads_and_vars
+        return self.inner._run(grads_and_vars, step) if isinstance(self.inner, OptimizerWrapper) else grads_and_vars
 
-    def _inner(self, step, grads_and_vars):
-        return checked(self.inner, step, getattr(self.inner, step)(grads_and_vars), grads_and_vars)
+    def _as_given(self, step, grads_and_vars) -> GradsAndVars:
+        """What an override hands to the method of super(), which may be a list of pairs; that, as what a step returns, is for the same variables and keeps `skip`."""
+        if isinstance(grads_and_vars, GradsAndVars):
+            return grads_and_vars
+        pairs = _pairs(grads_and_vars)
+        return checked(self, step, pairs, _local.given[-1] if _local.given else GradsAndVars(pairs))
 
     def _apply_guest(self, grads_and_vars):
         grads, variables = [g for g, _ in grads_and_vars], grads_and_vars.variables
         skip = grads_and_vars.skip
         state = [*variables, *self.inner.variables]
         before = None if skip is None else [value_of(v) for v in state]
-        _aggregated.now = True
+        _local.aggregated = True
         try:
             self.inner.apply(grads, variables)
         finally:
-            _aggregated.now = False
+            _local.aggregated = False
         if skip is not None:
 
             def restore(state, before, skip):
@@ -218,7 +226,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             )
         variables = _variables(variables)
         self._build(variables)
-        _owed().discard(self)
+        _local.owed.discard(self)
         tape, loss = self._recorded(loss, tape)
         pairs = checked(self, "get_gradients", self.get_gradients(loss, variables, tape), [(None, v) for v in variables])
         grads_and_vars = dense(without_missing(pairs))
@@ -243,13 +251,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Raises:
           ValueError: without `aggregate`, if the gradients are known not to have been through steps 4 and 5, and a wrapper needs these.
         """
-        owed = self in _owed()
-        _owed().discard(self)
+        owed = self in _local.owed
+        _local.owed.discard(self)
         if not isinstance(grads_and_vars, GradsAndVars):
-            pairs = [tuple(pair) for pair in grads_and_vars]
-            self._build([v for _, v in pairs])
-            grads_and_vars = dense(without_missing(pairs))
+            grads_and_vars = GradsAndVars(_pairs(grads_and_vars))
+        self._build(_variables(grads_and_vars.variables))
         done = grads_and_vars.done(self)
+        if not done:
+            scale, skip = grads_and_vars.scale, grads_and_vars.skip
+            grads_and_vars = dense(without_missing(list(zip(grads_and_vars.raw, grads_and_vars.variables))), scale).skipped(skip)
         if not done and owed:
             done = _COMPUTED
         self.check_origin(done, aggregate)
@@ -261,14 +271,16 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             grads_and_vars = self._run(grads_and_vars, "transform_unaggregated_gradients")
         if done < _AGGREGATED:
             grads_and_vars = self._run(grads_and_vars, "aggregate_gradients", "transform_gradients")
-        checked(self, "apply_updates", grads_and_vars, grads_and_vars)  # shapes, before anything is changed
+        grads_and_vars = checked(self, "apply_updates", grads_and_vars, grads_and_vars)  # shapes, before anything is changed
         grads_and_vars = grads_and_vars.skipped(self.skip_updates(grads_and_vars))
-        self.apply_updates(grads_and_vars)
+        with _giving(grads_and_vars):
+            self.apply_updates(grads_and_vars)
         return self.iterations
 
     def _run(self, grads_and_vars, *steps):
         for step in steps:
-            grads_and_vars = checked(self, step, getattr(self, step)(grads_and_vars), grads_and_vars)
+            with _giving(grads_and_vars):
+                grads_and_vars = checked(self, step, getattr(self, step)(grads_and_vars), grads_and_vars)
         return grads_and_vars
 
     def _recorded(self, loss, tape):
@@ -289,6 +301,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         tape = tape or tf.GradientTape()
         with contextlib.nullcontext() if tape._recording else tape:
             loss = _checked_loss("the loss function", loss()) if callable(loss) else loss
+            if not any(tf.is_tensor(part) or isinstance(part, keras.Variable) for part in tf.nest.flatten(loss)):
+                raise TypeError(f"the loss must be a tensor that was computed from the variables, not {loss!r}")
+            if steps_done(loss, self):  # by scale_loss
+                return tape, loss
             return tape, _checked_loss(self, self.transform_loss(loss))
 
     # What an order of wrappers has to keep.
@@ -354,8 +370,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self._check_variables_are_known(variables)
 
     @property
+    def own_variables(self) -> list:
+        """Those of this wrapper alone."""
+        # Keras's iterations and learning rate are the first two. To take them out of the list is no way: tf.train.Checkpoint then refuses to save it.
+        return list(self._variables)[2:]
+
+    @property
     def variables(self):
-        return [*self._variables, *self.inner.variables]
+        return [*self.own_variables, *self.inner.variables]
 
     # On JAX: `apply` on the values of variables. Not that of other base classes.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
@@ -363,7 +385,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def scale_loss(self, loss):
         """Keras's name of step 1, for those who differentiate the loss themselves and hand the gradients to `apply_gradients`, as Model.fit does."""
         loss = _checked_loss(self, self.transform_loss(loss))
-        _owed().add(self)
+        if keras.backend.backend() == "tensorflow":
+            set_steps_done(loss, self, _SCALED)  # for those who hand it to minimize
+        _local.owed.add(self)
         return loss
 
     def apply(self, grads, trainable_variables=None):
@@ -396,20 +420,56 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
         self.inner.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
+    @property
+    def loss_scale_factor(self):
+        return 1.0  # None would keep TensorFlow's tracking of attributes from calling the setter
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor):
+        if hasattr(self, "inner"):  # Keras's LossScaleOptimizer sets it
+            raise ValueError(
+                "a keras.optimizers.LossScaleOptimizer, which Model.compile puts around other optimizers of a mixed_float16 model, goes past transform_loss and other steps: put an "
+                "xla_lamb.minimize.LossScaling around all other wrappers in its place, or compile with auto_scale_loss=False"
+            )
+
+    def set_weights(self, weights):
+        """Sets `variables`, those of `inner` included. Nothing is changed if they do not fit."""
+        weights = list(weights)
+        shapes, wanted = [tuple(x.shape) for x in weights], [tuple(v.shape) for v in self.variables]
+        if shapes != wanted:
+            raise ValueError(f"weights of {self.name!r} must have the shapes {wanted} of its variables, not {shapes}")
+        for v, value in zip(self.variables, weights):
+            v.assign(value)
+
     # `inner` is saved beside the wrapper, as Keras saves what an object holds.
 
+    def _nest(self) -> list[str]:
+        """What the saved state has to fit: the wrappers from this one to the innermost, and the shapes that the optimizer has. Scalars aside, which come and go with a schedule."""
+        *wrappers, optimizer = self.chain()
+        return [*(type(w).__name__ for w in wrappers), str([tuple(v.shape) for v in optimizer.variables if len(v.shape)])]
+
     def save_own_variables(self, store):
-        for i, v in enumerate(self._variables):
+        store["nest"] = np.frombuffer("\n".join(self._nest()).encode(), np.uint8)
+        for i, v in enumerate(self.own_variables):
             store[str(i)] = v.numpy()
 
     def load_own_variables(self, store):
-        """Raises ValueError if the variables are those of other wrappers or of another model. Nothing is changed then."""
-        saved = [store[key] for key in sorted(store.keys(), key=int)]
+        """Raises ValueError if the variables are those of other wrappers or of another model. Nothing is changed then. As with other optimizers, a file without any state
+        and an optimizer that is not built give a warning only."""
+        keys = set(store.keys())
+        if not keys or not self.built:
+            why = "the file has none" if self.built else "it was not built: call optimizer.build(model.trainable_variables) before"
+            warnings.warn(f"the state of the optimizer {self.name!r} is not loaded, since {why}", stacklevel=2)
+            return
+        nest = bytes(np.asarray(store["nest"])).decode().split("\n") if "nest" in keys else ["an optimizer without wrappers"]
+        saved = [store[key] for key in sorted(keys - {"nest"}, key=int)]
         shapes = [tuple(x.shape) for x in saved]
-        wanted = [tuple(v.shape) for v in self._variables]
-        if shapes != wanted:
-            raise ValueError(f"the saved state of {self.name!r} is that of other wrappers or of another model: its shapes are {shapes}, and here they are {wanted}")
-        for v, value in zip(self._variables, saved):
+        wanted = [tuple(v.shape) for v in self.own_variables]
+        if nest != self._nest() or shapes != wanted:
+            raise ValueError(
+                f"the saved state of {self.name!r} is that of other wrappers or of another model: {nest} with variables of the shapes {shapes}; and here they are {self._nest()} with {wanted}"
+            )
+        for v, value in zip(self.own_variables, saved):
             v.assign(value)
 
     def get_config(self):
@@ -449,25 +509,34 @@ def _value_of(variable):
     return lambda shape, dtype: ops.convert_to_tensor(value, dtype)
 
 
-_aggregated = threading.local()
-
-
 def _tell_of_aggregation(optimizer):
     """A Keras optimizer sums the gradients over the replicas in its apply: inside ours they are already."""
     original = getattr(optimizer, "_all_reduce_sum_gradients", None)
     if original is None:  # not on TensorFlow
         return
-    optimizer._all_reduce_sum_gradients = lambda pairs: pairs if getattr(_aggregated, "now", False) else original(pairs)
+    optimizer._all_reduce_sum_gradients = lambda pairs: pairs if _local.aggregated else original(pairs)
 
 
-_pending = threading.local()
+class _Local(threading.local):  # replicas are threads
+    def __init__(self):
+        # The optimizers whose `scale_loss` was called, and which get the gradients of that loss next.
+        self.owed = weakref.WeakSet()
+        # What the steps that are running were given.
+        self.given = []
+        # Whether a guest gets gradients that are summed up already.
+        self.aggregated = False
 
 
-def _owed() -> weakref.WeakSet:
-    """The optimizers whose `scale_loss` was called, and which get the gradients of that loss next; replicas are threads."""
-    if not hasattr(_pending, "optimizers"):
-        _pending.optimizers = weakref.WeakSet()
-    return _pending.optimizers
+_local = _Local()
+
+
+@contextlib.contextmanager
+def _giving(grads_and_vars):
+    _local.given.append(grads_and_vars)
+    try:
+        yield
+    finally:
+        _local.given.pop()
 
 
 def _reduced(grads_and_vars, how):
@@ -499,7 +568,7 @@ def _function(step, function):
 def _functions(step, given):
     if given is None:
         return []
-    given = [given] if callable(given) or not isinstance(given, Sequence) or isinstance(given, str) else list(given)
+    given = [given] if callable(given) or not isinstance(given, Iterable) or isinstance(given, str) else list(given)
     return [_function(step, function) for function in given]
 
 
@@ -510,13 +579,24 @@ def _checked_loss(who, loss):
     return loss
 
 
+def _pairs(given) -> list:
+    try:
+        return [(g, v) for g, v in given]
+    except (TypeError, ValueError):
+        raise TypeError(f"apply_gradients takes (gradient, variable) pairs, such as zip(gradients, variables), not {given!r}") from None
+
+
 def _variables(variables) -> list:
-    variables = list(variables) if isinstance(variables, Sequence) else [variables]
+    is_variable = lambda v: isinstance(v, keras.Variable) or hasattr(v, "assign")
+    variables = [variables] if is_variable(variables) or not isinstance(variables, Iterable) else list(variables)
     if not variables:
         raise ValueError("there are no variables to minimize the loss over: pass a list of at least one")
     for v in variables:
-        if not isinstance(v, keras.Variable) and not hasattr(v, "assign"):
+        if not is_variable(v):
             raise TypeError(f"variables must be tf.Variables or Keras variables, and {v!r} is none")
+    twice = [path(v) for i, v in enumerate(variables) if any(v is w for w in variables[:i])]
+    if twice:
+        raise ValueError(f"these variables are in the list more than once: {twice}")
     return variables
 
 
