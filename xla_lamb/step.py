@@ -83,7 +83,7 @@ def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, opti
 
 def grad_norm(grads, options: Options = Options()) -> tuple[jax.Array, jax.Array]:
     """The global norm of a list of gradients of any float types, and whether all of them are finite; both scalars."""
-    square, finite = jnp.zeros(()), jnp.ones((), bool)
+    square, finite = jnp.zeros((), jnp.float32), jnp.ones((), bool)
     for indices in _by_types(grads):
         result = grad_norm_p.bind(*[grads[i] for i in indices], batch_axes=0, options=options)
         square, finite = square + result[0], finite & (result[1] != 0)

@@ -5,9 +5,8 @@ import re
 import helpers
 
 HERE = helpers.TESTS / "minimize"
-# Differential privacy takes a tape for everything, and so do the tests with `tensorflow` in their names.
-WITHOUT = ("test_on_jax.py", "test_privacy.py")
-
+# Differential privacy takes a tape for everything, and so do the tests with `tensorflow` in their names; the demo's model is one of TensorFlow.
+WITHOUT = ("test_on_jax.py", "test_privacy.py", "test_fit.py")
 
 # And without peers whose steps Keras traces anew each time, for minutes; what they prove does not depend on the backend.
 ELSEWHERE = "not tensorflow and not test_like_keras and not average_like_keras"

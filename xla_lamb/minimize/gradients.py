@@ -148,9 +148,15 @@ def _graph():
 
 def _norm_and_finite(gradients):
     if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
         from xla_lamb import tensorflow as on_tensorflow
 
-        return on_tensorflow.gradient_norm(gradients)
+        if all(g.shape.is_fully_defined() for g in gradients):
+            return on_tensorflow.gradient_norm(gradients)
+        # Those of each example of a batch of unknown size, for instance: the fused pass needs shapes.
+        wide = [tf.cast(g, tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32) for g in gradients]
+        return tf.linalg.global_norm(wide), tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in wide])
     from xla_lamb import config
     from xla_lamb import step as fused
 

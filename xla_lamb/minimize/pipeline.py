@@ -428,8 +428,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def loss_scale_factor(self, factor):
         if hasattr(self, "inner"):  # Keras's LossScaleOptimizer sets it
             raise ValueError(
-                "a keras.optimizers.LossScaleOptimizer, which Model.compile puts around other optimizers of a mixed_float16 model, goes past transform_loss and other steps: put an "
-                "xla_lamb.minimize.LossScaling around all other wrappers in its place, or compile with auto_scale_loss=False"
+                "a keras.optimizers.LossScaleOptimizer, which Model.compile puts around other optimizers of a mixed_float16 model, goes past transform_loss and other steps: "
+                "put an xla_lamb.minimize.LossScaling around all other wrappers in its place, or compile with auto_scale_loss=False"
             )
 
     def set_weights(self, weights):
@@ -467,7 +467,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         wanted = [tuple(v.shape) for v in self.own_variables]
         if nest != self._nest() or shapes != wanted:
             raise ValueError(
-                f"the saved state of {self.name!r} is that of other wrappers or of another model: {nest} with variables of the shapes {shapes}; and here they are {self._nest()} with {wanted}"
+                f"the saved state of {self.name!r} is that of other wrappers or of another model: {nest} with variables of the shapes {shapes}; "
+                f"and here they are {self._nest()} with {wanted}"
             )
         for v, value in zip(self.own_variables, saved):
             v.assign(value)
