@@ -414,3 +414,21 @@ def test_jax_stays_as_it_was():
     before = jax.config.jax_enable_x64
     run_steps(helpers.tree(dtype=np.float64), helpers.gradients(1, dtype=np.float64))
     assert jax.config.jax_enable_x64 == before
+
+
+@pytest.mark.parametrize("how", ["eagerly", "in a tf.function", "compiled"])
+def test_a_tape_may_still_record(how):
+    """Nobody differentiates a step, but a tape that sees it asks how that would go."""
+    variable = tf.Variable([1.0, 2.0])
+    state = ours.init_state([variable])
+
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(variable**2)
+            ours.lamb_step([variable], [2 * variable], state, 0.1)
+            norm, _ = ours.gradient_norm([2 * variable])
+        return tape.gradient(loss, variable), norm
+
+    gradient, norm = step() if how == "eagerly" else tf.function(step, jit_compile=how == "compiled")()
+    assert gradient.numpy().tolist() == [2.0, 4.0]
+    assert variable[0] < 1 and float(norm) == pytest.approx(2 * float(tf.norm(variable)))

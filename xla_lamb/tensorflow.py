@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla as tfxla
+from tensorflow.python.eager import record
 
 from xla_lamb import config, library
 from xla_lamb.config import Variant
@@ -195,7 +196,8 @@ def update(
     )
     scalars = [_scalar(name, 0.0 if hyper[name] is None else hyper[name]) for name in _HYPERPARAMETERS]
     skip = _scalar("skip", False if skip is None else skip, tf.bool)
-    count, trust, norm, skipped = step([*variables, *first_moments, *second_moments], gradients, count, scalars, skip)
+    with record.stop_recording():  # a tape asks for the gradient of whatever it sees, and XlaCallModule has none
+        count, trust, norm, skipped = step([*variables, *first_moments, *second_moments], gradients, count, scalars, skip)
     return count, StepStats(trust if stats else None, norm if clip or nonfinite == "skip" else None, skipped)
 
 
@@ -217,7 +219,9 @@ def gradient_norm(gradients: Sequence[Any], implementation: str | None = None) -
             raise ValueError(f"gradient {i} has shape {g.shape}; shapes must be known")
     if not gradients:
         return tf.zeros(()), tf.constant(True)
-    return _compiled_norm(tuple((tuple(g.shape), g.dtype.name) for g in gradients), config.implementation(implementation))(gradients)
+    norm = _compiled_norm(tuple((tuple(g.shape), g.dtype.name) for g in gradients), config.implementation(implementation))
+    with record.stop_recording():
+        return norm(gradients)
 
 
 def on_each_replica(run, variables: Sequence[tf.Variable], *operands):

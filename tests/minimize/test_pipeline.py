@@ -1057,3 +1057,13 @@ def test_overwritten_variables_are_refused():
     variables[1].overwrite_with_gradient = True
     with pytest.raises(NotImplementedError, match="float8"):
         OptimizerWrapper(Lamb()).build(variables)
+
+
+def test_tensorflow_the_fused_step_under_a_tape_that_still_records():
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = LossScaling(ClipByGlobalNorm(Lamb(0.1), 1.0))
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(variable**2)
+        optimizer.minimize(loss, [variable], tape)
+        assert tape.gradient(loss, variable).numpy().tolist() == [2.0, 4.0]
+    assert (variable.numpy() < [1.0, 2.0]).all()

@@ -74,8 +74,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     # Wrappers that may be only once around an optimizer.
     once = False
-    # Whether get_gradients takes a vector, of each example's loss.
-    per_example_loss = False
 
     def __init__(
         self,
