@@ -499,6 +499,21 @@ class TestTensorFlowModel:
         named = Model(inputs=model.inputs, outputs=model.outputs, name="named")
         assert named.name == "named" and isinstance(named, Model)
 
+    def test_subclasses_that_are_functional(self):
+        class Derived(Model):
+            def __init__(self, name):
+                inputs = keras.Input((3,))
+                super().__init__(inputs, keras.layers.Dense(2)(inputs), name=name)
+
+        class Further(Derived):
+            pass
+
+        for model in (Further("further"), Derived("derived"), Further("again")):
+            assert len(model.layers) == 2 and "Functional" in [c.__name__ for c in type(model).__mro__]
+            assert type(model).train_step is Model.train_step and model(np.ones((4, 3), "float32")).shape == (4, 2)
+        assert Model.__bases__ == (keras.Model,)
+        assert Subclassed()(X[:2]).shape[0] == 2
+
     def test_fit_with_all_that_it_takes(self):
         """Sample weights, a regularizer, a metric, validation and a last batch that is smaller."""
         model = functional(penalty=True)

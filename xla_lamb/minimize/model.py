@@ -21,11 +21,17 @@ class Model(keras.Model):
       >>> model = xla_lamb.minimize.Model(x, keras.layers.Dense(1)(x))
     """
 
+    # Where a class is called with inputs and outputs, Keras would make this class itself a functional one, and with it all that are derived from it.
+
     def __new__(cls, *args, **kwargs):
-        # Keras would make this class itself a functional one, and what is derived from it.
-        if cls is Model and (args or "inputs" in kwargs):
-            cls = Functional
-        return super().__new__(cls, *args, **kwargs)
+        return super().__new__(Functional if cls is Model and _is_functional(args, kwargs) else cls, *args, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        if _is_functional(args, kwargs):
+            for cls in type(self).__mro__:
+                if Model in cls.__bases__ and cls is not Functional:
+                    cls.__bases__ = tuple(Functional if base is Model else base for base in cls.__bases__)
+        super().__init__(*args, **kwargs)
 
     if keras.backend.backend() == "tensorflow":
 
@@ -57,6 +63,10 @@ class Model(keras.Model):
             if len(loss.shape) == 0:
                 return loss + sum(self._aggregate_additional_loss(part) for part in self.losses)
             return loss + sum(ops.cast(ops.sum(part), loss.dtype) for part in self.losses)
+
+
+def _is_functional(args, kwargs) -> bool:
+    return len(args) + ("inputs" in kwargs) + ("outputs" in kwargs) >= 2
 
 
 @keras.saving.register_keras_serializable(package="xla_lamb", name="Model")
