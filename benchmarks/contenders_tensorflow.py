@@ -1,4 +1,4 @@
-"""TensorFlow's contenders under tf.function(jit_compile=True): xla_lamb.tensorflow and keras.optimizers.Lamb."""
+"""TensorFlow's contenders under tf.function(jit_compile=True): xla_lamb.tensorflow and keras.optimizers.Lamb, alone and with loss scaling and clipping."""
 
 import os
 import time
@@ -12,7 +12,9 @@ with quiet():
     import keras
     import tensorflow as tf
 
+    import xla_lamb.keras
     import xla_lamb.tensorflow
+    from xla_lamb import minimize
 
 from benchmarks.worker import LEARNING_RATE, WEIGHT_DECAY, Contender, values
 
@@ -62,5 +64,23 @@ def contenders(shapes, names, steps):
         keras_lamb.apply(grads, variables)
         return keras_lamb.iterations.value.read_value()
 
-    return ({"xla_lamb.tensorflow": Step(ours, grads, ours=True), "keras.optimizers.Lamb": Step(peer, grads)},
-            lambda: {"device": tf.config.list_logical_devices()[-1].name})
+    found = {}
+    if "keras" in names:
+        found |= {"xla_lamb.tensorflow": Step(ours, grads, ours=True), "keras.optimizers.Lamb": Step(peer, grads)}
+    if "minimize" in names:
+        settings = dict(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        nests = {
+            "xla_lamb.minimize": minimize.LossScaling(
+                minimize.ClipByGlobalNorm(xla_lamb.keras.Lamb(**settings, variant="keras"), 1.0)),
+            "keras.optimizers.LossScaleOptimizer": keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Lamb(**settings, global_clipnorm=1.0)),
+        }
+        for name, optimizer in nests.items():
+            optimizer.build(variables)
+
+            def nest(grads, optimizer=optimizer):
+                optimizer.apply(grads, variables)
+                return tf.convert_to_tensor(optimizer.iterations)
+
+            found[name] = Step(nest, grads, ours=name.startswith("xla_lamb"))
+    return found, lambda: {"device": tf.config.list_logical_devices()[-1].name}

@@ -16,7 +16,8 @@ import sys
 from benchmarks import floor, sets
 
 LEAST = 28  # bytes an element that any step moves: read p, g, m, v; write p, m, v
-PEERS = ("optax", "keras", "reference", "dispatch", "memcpy")
+ON_TENSORFLOW = ("keras", "minimize")
+PEERS = ("optax", *ON_TENSORFLOW, "reference", "dispatch", "memcpy")
 
 
 def work(framework, options, contenders):
@@ -57,9 +58,10 @@ def run(options):
     elements = sets.elements(shapes)
     report = {"set": options.set, "tensors": len(shapes), "parameters": elements, "repeats": options.repeats,
               "loop": options.loop, "machine": machine(), "results": {}}
-    workers = {"jax": [peer for peer in options.against if peer != "keras"]}
-    if "keras" in options.against:
-        workers["tensorflow"] = ["keras"]
+    workers = {"jax": [peer for peer in options.against if peer not in ON_TENSORFLOW],
+               "tensorflow": [peer for peer in options.against if peer in ON_TENSORFLOW]}
+    if not workers["tensorflow"]:
+        del workers["tensorflow"]
     for framework, contenders in workers.items():
         found = work(framework, options, contenders)
         report.setdefault("devices", {})[framework] = found["device"]
@@ -123,7 +125,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
     parser.add_argument("--set", choices=sets.SETS, default="bert-base", help="tensors to step (%(default)s)")
     parser.add_argument("--against", type=peers, default=["optax", "memcpy"], metavar="LIST",
-                        help=f"peers, with commas: {', '.join(PEERS)} (optax,memcpy)")
+                        help=f"peers, with commas: {', '.join(PEERS)} (optax,memcpy); minimize: loss scaling and clipping by "
+                             "the global norm around LAMB, as wrappers of xla_lamb.minimize and as Keras has them")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="rounds (%(default)s)")
     parser.add_argument("--loop", type=int, default=1, metavar="N",
                         help="take N steps in a jitted loop in each call of JAX's contenders, which leaves out what a "

@@ -1067,3 +1067,32 @@ def test_tensorflow_the_fused_step_under_a_tape_that_still_records():
         optimizer.minimize(loss, [variable], tape)
         assert tape.gradient(loss, variable).numpy().tolist() == [2.0, 4.0]
     assert (variable.numpy() < [1.0, 2.0]).all()
+
+
+def test_tensorflow_autograph_translates_the_functions_of_the_user():
+    variable = tf.Variable([1.0, 2.0])
+
+    def positive(grads_and_vars):
+        found = []
+        for g, v in grads_and_vars:
+            if g[0] < 0:
+                g = -g
+            found.append((g, v))
+        return found
+
+    def loss():
+        if variable[0] > 0:
+            value = -tf.reduce_sum(variable)
+        else:
+            value = tf.reduce_sum(variable)
+        return value
+
+    optimizer = LossScaling(OptimizerWrapper(keras.optimizers.SGD(0.5), transform_loss=loss_twice_if_negative, transform_gradients=[positive]))
+    tf.function(lambda: optimizer.minimize(loss, [variable]))()
+    assert variable.numpy().tolist() == [0.0, 1.0]
+
+
+def loss_twice_if_negative(loss):
+    if loss < 0:
+        loss = 2 * loss
+    return loss

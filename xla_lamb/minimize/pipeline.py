@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import warnings
@@ -28,6 +29,52 @@ CONTRACTS = {
 _SCALED, _COMPUTED, _TRANSFORMED, _AGGREGATED = 1, 2, 3, 5
 
 
+class _Local(threading.local):  # replicas are threads
+    def __init__(self):
+        # The optimizers whose `scale_loss` was called, and which get the gradients of that loss next.
+        self.owed = weakref.WeakSet()
+        # What the steps that are running were given.
+        self.given = []
+        # Whether a guest gets gradients that are summed up already.
+        self.aggregated = False
+        # What AutoGraph was doing when the outermost call came; None between calls.
+        self.autograph = None
+
+
+_local = _Local()
+
+
+def _without_autograph(method):
+    """In a tf.function AutoGraph would take ten seconds to translate all that is called here; of use is the translation of the user's functions alone."""
+    if keras.backend.backend() != "tensorflow":
+        return method
+    import tensorflow as tf
+
+    untranslated = tf.autograph.experimental.do_not_convert(method)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if _local.autograph is not None:
+            return method(self, *args, **kwargs)
+        _local.autograph = tf.__internal__.autograph.control_status_ctx()
+        try:
+            return untranslated(self, *args, **kwargs)
+        finally:
+            _local.autograph = None
+
+    call.autograph_info__ = {}  # how AutoGraph marks what it has done with
+    return call
+
+
+def translated(function):
+    """A user's function, as AutoGraph would have called it."""
+    if _local.autograph is None or _local.autograph.status.name != "ENABLED":
+        return function
+    import tensorflow as tf
+
+    return tf.__internal__.autograph.tf_convert(function, _local.autograph)
+
+
 @keras.saving.register_keras_serializable(package="xla_lamb")
 class OptimizerWrapper(keras.optimizers.Optimizer):
     """`inner`, whose `minimize` goes in steps that can each be replaced: by a subclass that overrides a method, or by a function given here.
@@ -51,6 +98,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     first (the loss takes the opposite way), so an override changes what it was given and then calls the method of `super()`.
 
     Before step 6 `skip_updates` says whether the step is to change nothing.
+
+    In a tf.function AutoGraph translates the loss function and the functions given here, so that these may say ``if tensor:``; an overridden method uses tf.cond.
 
     Args:
       inner: `xla_lamb.keras.Lamb`, an OptimizerWrapper, or any other Keras 3 optimizer. Its clipnorm, clipvalue and global_clipnorm are those of
@@ -111,7 +160,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if isinstance(self.inner, OptimizerWrapper):
             loss = self.inner.transform_loss(loss)
         for function in self._functions["transform_loss"]:
-            loss = _checked_loss(function, function(loss))
+            loss = _checked_loss(function, translated(function)(loss))
         return loss
 
     def get_gradients(self, loss, variables, tape):
@@ -129,7 +178,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         grads_and_vars = self._as_given("aggregate_gradients", grads_and_vars)
         how = self._functions["aggregate_gradients"]
         if callable(how):
-            return checked(how, "aggregate_gradients", how(grads_and_vars), grads_and_vars)
+            return checked(how, "aggregate_gradients", translated(how)(grads_and_vars), grads_and_vars)
         if how is None and isinstance(self.inner, OptimizerWrapper):
             return self.inner._run(grads_and_vars, "aggregate_gradients")
         return _reduced(grads_and_vars, how or "sum")
@@ -163,7 +212,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def _transform(self, step, grads_and_vars):
         grads_and_vars = self._as_given(step, grads_and_vars)
         for function in self._functions[step]:
-            grads_and_vars = checked(function, step, function(grads_and_vars), grads_and_vars)
+            grads_and_vars = checked(function, step, translated(function)(grads_and_vars), grads_and_vars)
         return self.inner._run(grads_and_vars, step) if isinstance(self.inner, OptimizerWrapper) else grads_and_vars
 
     def _as_given(self, step, grads_and_vars) -> GradsAndVars:
@@ -193,6 +242,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     # The ways through them.
 
+    @_without_autograph
     def minimize(self, loss, variables, tape=None):
         """All steps: differentiates the loss and updates the variables.
 
@@ -211,6 +261,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """
         return self.apply_gradients(self.compute_gradients(loss, variables, tape))
 
+    @_without_autograph
     def compute_gradients(self, loss, variables, tape=None, aggregate=False):
         """Steps 1 to 3, and with `aggregate` 4 and 5: what `apply_gradients` takes. Arguments and errors as in `minimize`.
 
@@ -235,6 +286,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             grads_and_vars.mark(self, _AGGREGATED)
         return grads_and_vars
 
+    @_without_autograph
     def apply_gradients(self, grads_and_vars, aggregate=True):
         """Steps 4 to 6, or, without `aggregate`, 6 alone. Of what `compute_gradients` gave only the steps that are not behind it. After Keras's
         `scale_loss`, which is step 1, whoever differentiates the loss hands over what step 2 gives: then also step 3.
@@ -298,7 +350,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 )
         tape = tape or tf.GradientTape()
         with contextlib.nullcontext() if tape._recording else tape:
-            loss = _checked_loss("the loss function", loss()) if callable(loss) else loss
+            loss = _checked_loss("the loss function", translated(loss)()) if callable(loss) else loss
             if not any(tf.is_tensor(part) or isinstance(part, keras.Variable) for part in tf.nest.flatten(loss)):
                 raise TypeError(f"the loss must be a tensor that was computed from the variables, not {loss!r}")
             if steps_done(loss, self):  # by scale_loss
@@ -380,6 +432,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     # On JAX: `apply` on the values of variables. Not that of other base classes.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
 
+    @_without_autograph
     def scale_loss(self, loss):
         """Keras's name of step 1, for those who differentiate the loss themselves and hand the gradients to `apply_gradients`, as Model.fit does."""
         loss = _checked_loss(self, self.transform_loss(loss))
@@ -388,6 +441,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         _local.owed.add(self)
         return loss
 
+    @_without_autograph
     def apply(self, grads, trainable_variables=None):
         """Keras's `apply_gradients` with two lists."""
         if trainable_variables is None:
@@ -514,19 +568,6 @@ def _tell_of_aggregation(optimizer):
     if original is None:  # not on TensorFlow
         return
     optimizer._all_reduce_sum_gradients = lambda pairs: pairs if _local.aggregated else original(pairs)
-
-
-class _Local(threading.local):  # replicas are threads
-    def __init__(self):
-        # The optimizers whose `scale_loss` was called, and which get the gradients of that loss next.
-        self.owed = weakref.WeakSet()
-        # What the steps that are running were given.
-        self.given = []
-        # Whether a guest gets gradients that are summed up already.
-        self.aggregated = False
-
-
-_local = _Local()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from keras import ops
 
 from xla_lamb import config
 from xla_lamb.minimize.gradients import either, path, value_of
-from xla_lamb.minimize.pipeline import OptimizerWrapper, on_each_replica
+from xla_lamb.minimize.pipeline import OptimizerWrapper, on_each_replica, translated
 
 
 @keras.saving.register_keras_serializable(package="xla_lamb")
@@ -99,7 +99,7 @@ class DecoupledWeightDecay(OptimizerWrapper):
             decays = lambda variable, iterations: True
         elif callable(chosen):
             _check_arguments("variables", chosen, "a variable", "iterations")
-            decays = chosen
+            decays = lambda variable, iterations: translated(chosen)(variable, iterations)
         elif isinstance(chosen, dict):  # of get_config
             decays = lambda variable, iterations: self._get_variable_index(variable) in chosen["positions"] or path(variable) in chosen["paths"]
         elif isinstance(chosen, str) or not isinstance(chosen, Iterable):
@@ -139,7 +139,7 @@ class DecoupledWeightDecay(OptimizerWrapper):
 
     def apply_updates(self, grads_and_vars):
         iterations = value_of(self.iterations)
-        rate = self.weight_decay(iterations) if callable(self.weight_decay) else self.weight_decay
+        rate = translated(self.weight_decay)(iterations) if callable(self.weight_decay) else self.weight_decay
         chosen, stays = [], []
         for v in grads_and_vars.variables:
             decays = self._decays(v, iterations)
