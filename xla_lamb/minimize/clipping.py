@@ -21,8 +21,15 @@ class _Clipping(OptimizerWrapper):
         return {**super().get_config(), self._argument: getattr(self, self._argument)}
 
 
+class _ClippingNorms(_Clipping):
+    _argument = "max_norm"
+
+    def __init__(self, inner, max_norm: float, *, name: str | None = None, **kwargs):
+        super().__init__(inner, max_norm, name=name, **kwargs)
+
+
 @keras.saving.register_keras_serializable(package="xla_lamb")
-class ClipByGlobalNorm(_Clipping):
+class ClipByGlobalNorm(_ClippingNorms):
     """Scales all gradients together so that the norm of all of them is at most `max_norm`: that of the gradients of all replicas together.
 
     ``g * min(1, max_norm / norm)`` (Pascanu et al. 2013, arXiv:1211.5063), as `tf.clip_by_global_norm`. With `xla_lamb.keras.Lamb` inside the scaling is part of the
@@ -34,17 +41,12 @@ class ClipByGlobalNorm(_Clipping):
       kwargs: as in `OptimizerWrapper`.
     """
 
-    _argument = "max_norm"
-
-    def __init__(self, inner, max_norm: float, *, name: str | None = None, **kwargs):
-        super().__init__(inner, max_norm, name=name, **kwargs)
-
     def transform_gradients(self, grads_and_vars):
         return super().transform_gradients(grads_and_vars.clipped(self.max_norm))
 
 
 @keras.saving.register_keras_serializable(package="xla_lamb")
-class ClipByNorm(_Clipping):
+class ClipByNorm(_ClippingNorms):
     """Scales each gradient so that its own norm is at most `max_norm`, as `tf.clip_by_norm`; the gradients of all replicas are summed before. If a norm is
     infinite or NaN, so becomes the gradient.
 
@@ -53,11 +55,6 @@ class ClipByNorm(_Clipping):
       max_norm: the limit.
       kwargs: as in `OptimizerWrapper`.
     """
-
-    _argument = "max_norm"
-
-    def __init__(self, inner, max_norm: float, *, name: str | None = None, **kwargs):
-        super().__init__(inner, max_norm, name=name, **kwargs)
 
     def transform_gradients(self, grads_and_vars):
         return super().transform_gradients([(self._clip(g), v) for g, v in grads_and_vars])
