@@ -79,7 +79,9 @@ def compile_steps(jobs, timeout=500, **env):
 # In the child -------------------------------------------------------------------------------------------------------------
 
 
-def compile_step(target, shapes, step="xla_lamb", method="step", donate=True, devices=1, sharded=False, **options):
+def compile_step(
+    target, shapes, step="xla_lamb", method="step", donate=True, mesh=None, specs=None, moment_specs=None, explicit=False, stats=False, **options
+):
     """Compiles one step over float32 tensors of `shapes`, as a training loop has it: (params, state, grads) -> (params, state).
 
     Args:
@@ -87,13 +89,18 @@ def compile_step(target, shapes, step="xla_lamb", method="step", donate=True, de
       step: "xla_lamb", "optax" (its lamb) or "textbook".
       method: "step", or "update" of xla_lamb and optax: (grads, state, params) -> (updates, state).
       donate: the first two arguments.
-      devices: of the target, each with a copy of everything; or, if `sharded`, with its part of every tensor's first axis.
+      mesh: names and sizes of the axes of the mesh that the step runs on; None: one device.
+      specs: for each tensor the entries of its PartitionSpec: None, names of axes, or lists of them. None: each device has a copy of all.
+      moment_specs: those of the moments, where they differ.
+      explicit: whether the axes of the mesh are explicit, instead of automatic.
+      stats: also return the trust ratios.
       options: of xla_lamb.lamb.
 
     Returns:
       A dictionary: `error`; or `calls` (our custom calls in order), `aliases` (results of the module in the buffer of an argument),
-      `call_aliases` (the same of the calls), `copies` (types) and `collectives` (opcodes), `kernels` and `bytes` (on GPUs),
-      `accessed` (bytes by the compiler's own account, on TPUs), `temporary` (bytes), `parameters`, and `compile_s`.
+      `call_aliases` (the same of the calls), `copies` (types), `collectives` (opcode and bytes of the result of each), `kernels` and `bytes` (on
+      GPUs), `accessed` (bytes by the compiler's own account, on TPUs), `instructions` (of the module), `temporary` (bytes), `parameters`, and
+      `compile_s`.
     """
     import jax
     import jax.numpy as jnp
@@ -102,25 +109,34 @@ def compile_step(target, shapes, step="xla_lamb", method="step", donate=True, de
 
     import helpers
 
+    mesh = mesh or {"x": 1}
+    devices = math.prod(mesh.values())
     platform = "cuda" if target in GPUS else "tpu"
     if platform == "cuda":
-        found = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x1x{devices}", target_config=gpu_target(target)
-        )
+        hosts = max(1, devices // 8)
+        slices = max(1, hosts // 8)
+        topology = f"{slices}x{hosts // slices}x{min(devices, 8)}"
+        found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=topology, target_config=gpu_target(target))
     else:
         found = topologies.get_topology_desc(platform="tpu", topology_name=target)
-    mesh = jax.sharding.Mesh(np.array(found.devices[:devices]), "x")
+    kinds = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,) * len(mesh)
+    names, sizes = tuple(mesh), tuple(mesh.values())
+    mesh = jax.sharding.Mesh(np.array(found.devices[:devices]).reshape(sizes), names, axis_types=kinds)
 
-    def place(tree):
-        def one(x):
-            spec = jax.sharding.PartitionSpec("x") if sharded and x.ndim else jax.sharding.PartitionSpec()
+    def place(tree, specs):
+        """The leaves with the specs of the parameters, in turn; a state has first its count."""
+        def one(x, spec):
+            spec = jax.sharding.PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
-        return jax.tree.map(one, tree)
+        leaves, structure = jax.tree.flatten(tree)
+        scalars = len(leaves) % len(shapes)
+        specs = [[]] * len(shapes) if specs is None else specs
+        return structure.unflatten([one(x, spec) for x, spec in zip(leaves, [[]] * scalars + specs * (len(leaves) // len(shapes)))])
 
-    init, function = _step(step, method, options)
-    params = place([jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in shapes])
-    state = place(jax.eval_shape(init, params))
+    init, function = _step(step, method, stats, options)
+    params = place([jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in shapes], specs)
+    state = place(jax.eval_shape(init, params), moment_specs or specs)
     traced = jax.jit(function, donate_argnums=(0, 1) if donate else ()).trace(params, state, params)
     try:
         lowered = traced.lower()
@@ -135,7 +151,8 @@ def compile_step(target, shapes, step="xla_lamb", method="step", donate=True, de
         "aliases": helpers.aliases(hlo),
         "call_aliases": sum(pairs.count("}: (") for pairs in re.findall(r"output_to_operand_aliasing=\{(.*?)\)\}", hlo)),
         "copies": helpers.copies(hlo),
-        "collectives": [op for _, op in helpers.opcodes(hlo) if op.startswith(("all-", "reduce-scatter", "collective-"))],
+        "collectives": [(op, size_of(kind)) for kind, op in helpers.collectives(hlo)],
+        "instructions": len(helpers.opcodes(hlo)),
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
         "parameters": sum(math.prod(shape) for shape in shapes),
         "compile_s": seconds,
@@ -147,7 +164,7 @@ def compile_step(target, shapes, step="xla_lamb", method="step", donate=True, de
     return result
 
 
-def _step(name, method, options):
+def _step(name, method, stats, options):
     """(init, step) of a contender."""
     import jax.numpy as jnp
     import optax
@@ -185,7 +202,7 @@ def _step(name, method, options):
     opt = xla_lamb.lamb(rate, b1, b2, eps, weight_decay=decay, **options)
     if method == "update":
         return opt.init, opt.update
-    return opt.init, lambda p, s, g: opt.step(g, s, p)
+    return opt.init, lambda p, s, g: opt.step(g, s, p, stats=stats)
 
 
 # Counting what a GPU executes ---------------------------------------------------------------------------------------------

@@ -164,6 +164,12 @@ def copies(hlo, least=2):
     return found
 
 
+def collectives(hlo):
+    """(type, opcode) of each collective operation; an asynchronous one is there once."""
+    every = ("all-", "reduce-scatter", "collective-", "ragged-all-")
+    return [(kind, op.removesuffix("-start")) for kind, op in opcodes(hlo) if op.startswith(every) and not op.endswith("-done")]
+
+
 def emulated_library():
     """The library whose kernel for the CPU is the CUDA kernel under emulation, and which has none for CUDA."""
     path = ROOT / "cuda" / "emulation" / "libxla_lamb_emulated.so"  # beside the tests in Bazel's runfiles

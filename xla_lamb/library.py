@@ -169,16 +169,16 @@ def _why_not(framework: str, platform: str) -> str | None:
 _warned: set[str] = set()
 
 
-def warn_once(framework: str, platform: str) -> None:
-    """Says once in a process why the reference is used where a kernel could be. A platform that this build has no kernel for, and a
-    type that the kernel does not take, are as designed: no warning."""
+def warn_once(framework: str, platform: str, why: str | None = None) -> None:
+    """Says once in a process why the reference is used where a kernel could be: `why`, or what `why_not` says. A platform that this build has
+    no kernel for, and a type that the kernel does not take, are as designed: no warning."""
     try:
         if not any(h.platform == platform for h in load().handlers):
             return
     except Unavailable:
         if platform != "cpu":
             return
-    why = why_not(framework, platform)
+    why = why or why_not(framework, platform)
     if why is not None and why not in _warned:
         _warned.add(why)
         warnings.warn(f"xla_lamb runs its slower reference on {platform}, because {why}", RuntimeWarning, stacklevel=2)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from xla_lamb import config, reference
+from xla_lamb import config, reference, sharding
 from xla_lamb import step as fused
 from xla_lamb.config import Variant
 
@@ -78,11 +79,14 @@ def lamb(
     ratio_bounds: tuple[float, float] | None = None,
     norm_bounds: tuple[float, float] | None = None,
     moment_dtype: Any = None,
+    axis_name: Any = None,
     implementation: str | None = None,
 ) -> Lamb:
     """LAMB (You et al. 2020, arXiv:1904.00962). The formula is in `xla_lamb.Variant`; the default is that of `optax.lamb`.
 
     Parameters may be float32, bfloat16, float16 or float64, gradients of any of these types. Arithmetic is in float32 at least.
+
+    Under jax.jit parameters, gradients and state may be sharded in any way over any mesh, and every norm is that of the whole tensor.
 
     Args:
       learning_rate: number, traced scalar, or schedule: a function of the number of steps taken.
@@ -104,6 +108,10 @@ def lamb(
       nonfinite: what an infinite or NaN gradient does: "propagate" into its tensor, or "skip" the whole step.
       bias_correction, ratio_bounds, norm_bounds: instead of the variant's.
       moment_dtype: storage type of the moments, "bfloat16" or "float32". None: float32, or float64 with float64 parameters.
+      axis_name: inside jax.shard_map and jax.pmap, the mesh axes over which tensors are sharded: a name, a tuple of names, or a PartitionSpec; for
+        all tensors, or as a tree like the parameters, a prefix of it, or a function of the parameters. Norms are taken over all shards. Names
+        alone mean axes that split a tensor within its layers: where one splits the layers themselves, give PartitionSpecs. (): each device has
+        whole tensors of its own. None: the tensors are whole; and where jax.shard_map keeps account of what varies, an error if they are not.
       implementation: "auto" takes the fused kernel where there is one, "fused" insists on it, "reference" never uses it. None: what
         the environment variable XLA_LAMB_IMPLEMENTATION says, else "auto".
 
@@ -153,6 +161,33 @@ def lamb(
             _check_layer_axes(params, _per_tensor("layer_axes", layer_axes, params, 0, int)),
         )
 
+    def shard_axes(params, layer_axes):
+        """For each tensor the names of the axes that split it within a layer, and of all that split it; both None where tensors are whole."""
+        leaves = jax.tree.leaves(params)
+        varying = [sharding.varying(x) for x in leaves]
+        if axis_name is None:
+            for i, names in enumerate(varying):
+                if names:
+                    raise ValueError(
+                        f"{_name(params, i)} varies over {_quoted(names)}: if that splits it, give lamb those names or PartitionSpecs in axis_name, "
+                        "so that norms are taken over all shards; if each device has a whole tensor of its own, give axis_name=()"
+                    )
+            return None, None
+        entries = _per_tensor("axis_name", axis_name, params, None, tuple)
+        for i, (entry, leaf) in enumerate(zip(entries, leaves)):
+            if isinstance(entry, PartitionSpec) and len(entry) > np.ndim(leaf):
+                raise ValueError(f"axis_name of {_name(params, i)} is {entry}, but its shape is {np.shape(leaf)}")
+        splits = [sharding.axes_of(entry, axes) for entry, axes in zip(entries, layer_axes)]
+        unbound, tracked = sharding.bound_axes(sorted({name for _, every in splits for name in every}))
+        if unbound:
+            raise ValueError(
+                f"axis_name has {_quoted(unbound)}, which no jax.shard_map or jax.pmap binds here: call the step inside one whose mesh has that axis, "
+                "or leave axis_name out, since under jax.jit alone shardings are found without it"
+            )
+        if tracked:  # a tensor that is the same all along an axis is not split by it
+            splits = [tuple(tuple(n for n in names if n in over) for names in pair) for pair, over in zip(splits, varying)]
+        return tuple(zip(*splits)) or ((), ())
+
     def transform(grads, state, params, emit_updates, grad_scale, skip, stats=False):
         if params is None:
             raise ValueError("LAMB needs the parameters: call update(grads, state, params)")
@@ -168,7 +203,8 @@ def lamb(
         first, second = tree.flatten_up_to(adam.mu), tree.flatten_up_to(adam.nu)
 
         spec = fused.spec_of(variant, *per_tensor(params), emit_updates)
-        scale, skipped, norm = fused.gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options)
+        within, every = shard_axes(params, spec.layer_axes)
+        scale, skipped, norm = fused.gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options, every)
         decay_count, rate_count = (_schedule_count(s, adam.count) for s in (state[1], state[-1]))
         count = _increment(adam.count, skipped)
         scalars = reference.scalars(
@@ -184,7 +220,7 @@ def lamb(
             decay=variant.decay,
             bias_correction=variant.bias_correction,
         )
-        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options, stats)
+        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options, stats, within)
         adam = adam._replace(count=count, mu=tree.unflatten(first), nu=tree.unflatten(second))
         state = (adam, *(_advance(s, skipped) for s in state[1:]))
         told = StepStats(tree.unflatten(trust), norm, jnp.asarray(skipped, bool)) if stats else None
@@ -210,6 +246,10 @@ def lamb(
 def _increment(count, skipped):
     # Saturates: a wrapped count would make the bias corrections negative.
     return jnp.where(jnp.asarray(skipped, bool) | (count == _INT32_MAX), count, count + 1)
+
+
+def _quoted(names) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _has(state, field: str) -> bool:
@@ -291,18 +331,24 @@ def _check_alike(params, other, what: str) -> None:
 
 
 def _per_tensor(name: str, value, params, default, kind) -> tuple:
-    """One bool or int for each tensor, from a tree, a prefix, a function of the parameters, or None."""
+    """One bool or int, or for `tuple` what sharding.is_axes takes, for each tensor, from a tree, a prefix, a function of the parameters, or None."""
     if callable(value):
         value = value(params)
     if value is None:
         value = default
         if value is None:
             return (None,) * len(jax.tree.leaves(params))
+    leaves: list = []
     try:
-        spread = jax.tree.map(lambda leaf, part: [leaf] * len(jax.tree.leaves(part)), value, params)
+        is_leaf = sharding.is_axes if kind is tuple else None
+        jax.tree.map(lambda leaf, part: leaves.extend([leaf] * len(jax.tree.leaves(part))), value, params, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(f"{name} must have the parameters' tree, or be a prefix of it: {error}") from None
-    leaves = jax.tree.leaves(spread)
+    if kind is tuple:
+        for leaf in leaves:
+            if not sharding.is_axes(leaf):
+                raise TypeError(f"{name} must hold names of mesh axes, tuples of them or PartitionSpecs, not {leaf!r}")
+        return tuple(leaves)
     good = (bool, np.bool_) if kind is bool else (int, np.integer)
     for leaf in leaves:
         if not isinstance(leaf, good) or (kind is int and isinstance(leaf, bool)):

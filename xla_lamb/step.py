@@ -3,17 +3,20 @@
 Two primitives take any number of tensors at once:
 
     lamb       one of the three parts of LAMB. Operands and results, for N tensors that share their types:
-                 step     scalars, N p, N g, N m, N v  ->  N outputs, N new m, N new v, trust
-                 moments  scalars, N p, N g, N m, N v  ->  N new m, N new v, sums
-                 apply    scalars, sums, N p, N m, N v ->  N outputs, trust
+                 step     scalars, N p, N g, N m, N v     ->  N outputs, N new m, N new v, N trust
+                 moments  scalars, N p, N g, N m, N v     ->  N new m, N new v, N sums
+                 apply    scalars, N p, N m, N v, N sums  ->  N outputs, N trust
                scalars: reference.SCALARS, float32, or float64 with float64 parameters; with leading batch axes under vmap.
-               sums [..., L, 2] and trust [..., L, 3]: for each layer of each tensor, in order, the sums of squares of p and u,
-               and |p|, |u| and the ratio; L counts the layers of one element of the batch.
+               sums [*layer_shape, 2] and trust [*layer_shape, 3]: for each layer of a tensor the sums of squares of p and u, and
+               |p|, |u| and the ratio. Trust is there if it was asked for: thousands of slices cost time to trace and compile.
     grad_norm  N gradients -> [..., 2]: the sum of their squares, and 1 if all is finite, else 0.
 
 Where the kernel is used, a primitive becomes one custom call for each group of tensors, in place where XLA lets it: new
 moments take the buffers of the moments, new parameters those of the parameters, updates those of the gradients. On CUDA a call has one more
 result, scratch memory.
+
+Where a mesh splits a tensor, each device takes the two halves of a step on its shard, and the sums of squares travel in between
+(sharding.py).
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from xla_lamb import config, library, reference
+from xla_lamb import config, library, reference, sharding
 from xla_lamb.reference import Spec
 
 # Tensors of one custom call, for each platform. XLA's CPU compiler takes time with the cube of the aliased operands of a call
@@ -39,6 +43,9 @@ GROUP_SIZE = {"cpu": 64, "cuda": 400}
 PLATFORMS = tuple(GROUP_SIZE)
 # Elements of one call: beyond that the CUDA kernel would work in larger chunks, which do not stay on the chip between the passes.
 GROUP_ELEMENTS = {"cpu": None, "cuda": 500_000_000}
+
+# For each tensor the names of mesh axes; None where there are none.
+Axes = Sequence[tuple[str, ...]] | None
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -54,7 +61,9 @@ class Options:
     framework: str = "jax"
 
 
-def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, options: Options = Options(), trust: bool = True):
+def step(
+    scalars: dict[str, Any], params, grads, first, second, spec: Spec, options: Options = Options(), trust: bool = True, axes: Axes = None
+):
     """One LAMB step over lists of N tensors of any types.
 
     Args:
@@ -62,6 +71,7 @@ def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, opti
       params, grads, first, second: lists of N arrays; the i-th of each have one shape.
       spec: for these N tensors.
       trust: whether to return the trust ratios; thousands of slices cost time to trace and compile.
+      axes: inside jax.shard_map and jax.pmap; for each tensor the names of the mesh axes that split it within a layer.
 
     Returns:
       (outputs, new first moments, new second moments, trust), lists of N; trust[i] is [*layer_shape, 3]: |p|, |u| and the ratio, or None.
@@ -69,23 +79,23 @@ def step(scalars: dict[str, Any], params, grads, first, second, spec: Spec, opti
     outputs, new_first, new_second, ratios = ([None] * len(params) for _ in range(4))
     for indices in _by_types(params, grads, first, second):
         pick = lambda values: [values[i] for i in indices]
-        part = spec.select(indices)
-        n = len(indices)
         vector = reference.pack(scalars, reference.arithmetic_dtype(params[indices[0]].dtype))
-        results = lamb_p.bind(
-            vector, *pick(params), *pick(grads), *pick(first), *pick(second), part="step", spec=part, dtype=None, options=options
-        )
-        tables = _split(results[-1], [p.shape for p in pick(params)], part) if trust else [None] * n
+        tensors = sharding.vary_alike(*map(pick, (params, grads, first, second)), also=sharding.varying(vector))
+        results = _step_of_shards(vector, *tensors, spec.select(indices), None, options, trust, pick(axes or [()] * len(params)))
         for k, i in enumerate(indices):
-            outputs[i], new_first[i], new_second[i], ratios[i] = results[k], results[n + k], results[2 * n + k], tables[k]
+            outputs[i], new_first[i], new_second[i], ratios[i] = (x[k] for x in results)
     return outputs, new_first, new_second, ratios
 
 
-def grad_norm(grads, options: Options = Options()) -> tuple[jax.Array, jax.Array]:
-    """The global norm of a list of gradients of any float types, and whether all of them are finite; both scalars."""
+def grad_norm(grads, options: Options = Options(), axes: Axes = None) -> tuple[jax.Array, jax.Array]:
+    """The global norm of a list of gradients of any float types, and whether all of them are finite; both scalars.
+
+    `axes`: inside jax.shard_map and jax.pmap; for each gradient the names of all mesh axes that split it.
+    """
     square, finite = jnp.zeros((), jnp.float32), jnp.ones((), bool)
     for indices in _by_types(grads):
-        result = grad_norm_p.bind(*[grads[i] for i in indices], batch_axes=0, options=options)
+        pick = lambda values: [values[i] for i in indices]
+        result = _norm_of_shards(pick(grads), 0, options, pick(axes or [()] * len(grads)))
         square, finite = square + result[0], finite & (result[1] != 0)
     return jnp.sqrt(square), finite
 
@@ -109,13 +119,16 @@ def spec_of(variant: config.Variant, decays, adapts, layer_axes, emit_updates: b
     )
 
 
-def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options: Options):
-    """(scale, skip, norm): what the step multiplies the gradients by, whether it changes nothing, and the norm if it was needed."""
+def gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite: str, options: Options, axes: Axes = None):
+    """(scale, skip, norm): what the step multiplies the gradients by, whether it changes nothing, and the norm if it was needed.
+
+    `axes`: as for `grad_norm`.
+    """
     scale = 1.0 if grad_scale is None else grad_scale
     skipped = False if skip is None else jnp.asarray(skip, bool)
     if max_grad_norm is None and nonfinite == "propagate":
         return scale, skipped, None
-    norm, finite = grad_norm(gradients, options)
+    norm, finite = grad_norm(gradients, options, axes)
     # Squares of finite gradients overflow from 1e19 on, in the second moment too.
     finite = finite & jnp.isfinite(norm)
     norm = norm * jnp.abs(jnp.asarray(scale, norm.dtype))
@@ -136,21 +149,50 @@ def _by_types(*lists) -> list[list[int]]:
     return list(groups.values())
 
 
-def _split(table, shapes, spec: Spec) -> list:
-    """The rows of each tensor, shaped [*layer_shape, columns]."""
-    batch = spec.batch_axes
-    parts, start = [], 0
-    for shape, axes in zip(shapes, spec.layer_axes):
-        count = math.prod(shape[batch:axes])
-        parts.append(table[..., start : start + count, :].reshape(*shape[:axes], table.shape[-1]))
-        start += count
-    return parts
+# Shards: what is done where a mesh splits the tensors, in a program of one device among several.
 
 
-def _join(parts, spec: Spec):
-    """The inverse of _split: [*batch_shape, L, columns]."""
-    batch = spec.batch_axes
-    return jnp.concatenate([x.reshape(*x.shape[:batch], math.prod(x.shape[batch:-1]), x.shape[-1]) for x in parts], axis=batch)
+def _step_of_shards(vector, p, g, m, v, spec: Spec, dtype, options: Options, trust: bool, axes) -> list[list]:
+    """[outputs, new m, new v, trust] of shards; `axes`: for each the names of the bound mesh axes over which the sums of squares are added up.
+
+    What no axis splits takes the step in one pass.
+    """
+    n = len(p)
+    dtype = _output_dtype(p[0], g[0], spec, dtype)
+    results = [[None] * n for _ in range(4)]
+
+    def put(indices, kinds, values):
+        k = len(indices)
+        for at, kind in enumerate(kinds):
+            for i, value in zip(indices, values[at * k : (at + 1) * k]):
+                results[kind][i] = value
+        return values
+
+    def bind(indices, *lists, **params):
+        flat = [x[i] for x in lists for i in indices]
+        return lamb_p.bind(vector, *flat, spec=spec.select(indices), dtype=dtype, options=options, **params)
+
+    if whole := [i for i in range(n) if not axes[i]]:
+        put(whole, range(3 + trust), bind(whole, p, g, m, v, part="step", trust=trust))
+    if split := [i for i in range(n) if axes[i]]:
+        # The sums of squares take the place of the trust ratios until those are there.
+        put(split, (1, 2, 3), bind(split, p, g, m, v, part="moments", trust=False))
+        _, m, v, sums = results
+        put(split, [3], sharding.reduce_over([sums[i] for i in split], [axes[i] for i in split]))
+        put(split, (0, 3)[: 1 + trust], bind(split, p, m, v, sums, part="apply", trust=trust))
+    return results if trust else [*results[:3], [None] * n]
+
+
+def _norm_of_shards(grads, batch_axes: int, options: Options, axes):
+    """[..., 2] of shards, as grad_norm_p has it of whole gradients; `axes`: for each the names of the bound mesh axes that split it."""
+    groups: dict[tuple, list[int]] = {}
+    for i, names in enumerate(axes):
+        groups.setdefault((tuple(sorted(names)), sharding.varying(grads[i])), []).append(i)
+    parts = [grad_norm_p.bind(*(grads[i] for i in indices), batch_axes=batch_axes, options=options) for indices in groups.values()]
+    # How many are not finite can be added up.
+    counted = [jnp.stack([x[..., 0], 1 - x[..., 1]], axis=-1) for x in parts]
+    total = sum(sharding.reduce_over(counted, [names for names, _ in groups]))
+    return jnp.stack([total[..., 0], (total[..., 1] == 0).astype(total.dtype)], axis=-1)
 
 
 # The primitives.
@@ -161,51 +203,43 @@ grad_norm_p = Primitive("xla_lamb_grad_norm")
 
 
 def _unpack(operands: Sequence, part: str, n: int):
-    """(scalars, sums or None, p, g or None, m, v) of the operands of a part."""
-    tensors = list(operands[2:] if part == "apply" else operands[1:])
-    lists = [tensors[k * n : (k + 1) * n] for k in range(len(tensors) // n)]
+    """(scalars, p, g or None, m, v, sums or None) of the operands of a part."""
+    lists = [list(operands[1 + k * n : 1 + (k + 1) * n]) for k in range((len(operands) - 1) // n)]
     if part == "apply":
-        p, m, v = lists
-        return operands[0], operands[1], p, None, m, v
-    p, g, m, v = lists
-    return operands[0], None, p, g, m, v
+        p, m, v, sums = lists
+        return operands[0], p, None, m, v, sums
+    return operands[0], *lists, None
 
 
 def _output_dtype(p, g, spec: Spec, dtype):
     return np.dtype(dtype) if dtype is not None else reference.output_dtype(p.dtype, g.dtype, spec.emit_updates)
 
 
-def _lamb_shapes(*operands, part: str, spec: Spec, dtype, options):
-    n = len(spec.decays)
-    scalars, _, p, g, m, v = _unpack(operands, part, n)
-    batch = scalars.shape[:-1]
-    layers = sum(math.prod(x.shape[spec.batch_axes : axes]) for x, axes in zip(p, spec.layer_axes))
-    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+def _lamb_avals(*operands, part: str, spec: Spec, dtype, options, trust: bool):
+    scalars, p, g, m, v, sums = _unpack(operands, part, len(spec.decays))
     results = []
     if part != "moments":
         output = _output_dtype(p[0], g[0] if g else None, spec, dtype)
-        results += [struct(x.shape, output) for x in p]
+        results += [_like(x, x.shape, output) for x in p]
     if part != "apply":
-        results += [struct(x.shape, x.dtype) for x in [*m, *v]]
-    return [*results, struct((*batch, layers, 2 if part == "moments" else 3), scalars.dtype)]
+        results += [_like(x, x.shape, x.dtype) for x in [*m, *v]]
+    columns = [2] if part == "moments" else [3] if trust else []
+    return results + [_like(x, (*x.shape[:axes], width), scalars.dtype) for width in columns for x, axes in zip(sums or p, spec.layer_axes)]
 
 
-def _lamb_reference(*operands, part: str, spec: Spec, dtype, options):
+def _lamb_reference(*operands, part: str, spec: Spec, dtype, options, trust: bool):
     n = len(spec.decays)
-    scalars, sums, p, g, m, v = _unpack(operands, part, n)
+    scalars, p, g, m, v, sums = _unpack(operands, part, n)
     # One trace for each kind of tensor, not for each tensor: a tree of thousands has few kinds.
-    if part == "apply":
-        tables = _split(sums, [x.shape for x in p], spec)
-    else:
+    if part != "apply":
         halves = [_moments_jit(scalars, p[i], g[i], m[i], v[i], spec.select([i])) for i in range(n)]
-        m, v, tables = (list(x) for x in zip(*halves))
+        m, v, sums = (list(x) for x in zip(*halves))
     if part == "moments":
-        return [*m, *v, _join(tables, spec)]
+        return [*m, *v, *sums]
     output = _output_dtype(p[0], g[0] if g else None, spec, dtype)
-    seconds = [_apply_jit(scalars, tables[i], p[i], m[i], v[i], spec.select([i]), output) for i in range(n)]
-    outputs, trust = (list(x) for x in zip(*seconds))
-    results = outputs + (m + v if part == "step" else [])
-    return [*results, _join(trust, spec)]
+    seconds = [_apply_jit(scalars, sums[i], p[i], m[i], v[i], spec.select([i]), output) for i in range(n)]
+    outputs, ratios = (list(x) for x in zip(*seconds))
+    return outputs + (m + v if part == "step" else []) + (ratios if trust else [])
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -241,26 +275,25 @@ def _scratch(platform: str) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((library.load().cuda.scratch_bytes,), np.uint8)] if platform == "cuda" else []
 
 
-def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options):
+def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options, trust: bool):
     n = len(spec.decays)
-    scalars, sums, p, g, m, v = _unpack(operands, part, n)
-    avals = _lamb_shapes(*operands, part=part, spec=spec, dtype=dtype, options=options)
-    shapes = [x.shape for x in p]
-    sums = _split(sums, shapes, spec) if sums is not None else None
-    columns = avals[-1].shape[-1]
-    results: list[list] = [[] for _ in range((len(avals) - 1) // n)]
+    scalars, p, g, m, v, sums = _unpack(operands, part, n)
+    kinds = [] if part == "moments" else [(p, _output_dtype(p[0], g[0] if g else None, spec, dtype))]
+    kinds += [] if part == "apply" else [(m, m[0].dtype), (v, v[0].dtype)]
+    columns = 2 if part == "moments" else 3
+    results: list[list] = [[] for _ in kinds]
     tables = []
-    groups = _groups(platform, shapes)
+    groups = _groups(platform, [x.shape for x in p])
     vectors = [scalars] * len(groups) if part != "step" or spec.emit_updates else _paced(scalars, [[g[i] for i in group] for group in groups])
     for indices, vector in zip(groups, vectors):
         k = len(indices)
         pick = lambda values: [values[i] for i in indices]
         group = spec.select(indices)
-        rows = [math.prod(shapes[i][: spec.layer_axes[i]]) for i in indices]
-        flat = lambda parts, width: jnp.concatenate([x.reshape(-1, width) for x in parts])
-        inputs = [vector, *([flat(pick(sums), 2)] if part == "apply" else []), *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
-        kinds = [avals[j * n : (j + 1) * n] for j in range(len(results))]
-        outs = [*(x for kind in kinds for x in pick(kind)), jax.ShapeDtypeStruct((sum(rows), columns), scalars.dtype)]
+        rows = [math.prod(p[i].shape[: spec.layer_axes[i]]) for i in indices]
+        table = [jnp.concatenate([x.reshape(-1, 2) for x in pick(sums)])] if sums else []
+        inputs = [vector, *table, *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
+        outs = [jax.ShapeDtypeStruct(x.shape, kind) for like, kind in kinds for x in pick(like)]
+        outs += [jax.ShapeDtypeStruct((sum(rows), columns), scalars.dtype)]
         last = len(outs) - 1
         outs += _scratch(platform)
         call = jax.ffi.ffi_call(f"xla_lamb_{part}", outs, input_output_aliases=_aliases(part, group, k, inputs, outs))
@@ -278,15 +311,12 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options)
         )
         for j, kind in enumerate(results):
             kind += values[j * k : (j + 1) * k]
-        if spec.batch_axes:
+        if part == "moments" or trust:
             ends = np.cumsum(rows)
             tables += [
-                values[last][end - count : end].reshape(*shapes[i][: spec.layer_axes[i]], columns)
-                for i, count, end in zip(indices, rows, ends)
+                values[last][end - count : end].reshape(*p[i].shape[: spec.layer_axes[i]], columns) for i, count, end in zip(indices, rows, ends)
             ]
-        else:
-            tables.append(values[last])
-    return [*(x for kind in results for x in kind), _join(tables, spec)]
+    return [*(x for kind in results for x in kind), *tables]
 
 
 def _paced(scalars, gradients) -> list:
@@ -324,9 +354,8 @@ def _aliases(part: str, spec: Spec, n: int, inputs, outs) -> dict[int, int]:
     return {source: result for result, source in enumerate(sources) if inputs[source].dtype == outs[result].dtype}
 
 
-def _grad_norm_shape(*grads, batch_axes: int, options):
-    batch = grads[0].shape[:batch_axes]
-    return jax.ShapeDtypeStruct((*batch, 2), reference.arithmetic_dtype(grads[0].dtype))
+def _grad_norm_aval(*grads, batch_axes: int, options):
+    return _like(grads[0], (*grads[0].shape[:batch_axes], 2), reference.arithmetic_dtype(grads[0].dtype))
 
 
 def _combine_norms(parts):
@@ -338,11 +367,11 @@ def _grad_norm_reference(*grads, batch_axes: int, options):
 
 
 def _grad_norm_fused(platform: str, *grads, batch_axes: int, options):
-    out = _grad_norm_shape(*grads, batch_axes=batch_axes, options=options)
-    flat = jax.ShapeDtypeStruct((math.prod(out.shape[:-1]), 2), out.dtype)
+    batch = grads[0].shape[:batch_axes]
+    flat = jax.ShapeDtypeStruct((math.prod(batch), 2), reference.arithmetic_dtype(grads[0].dtype))
     call = jax.ffi.ffi_call("xla_lamb_grad_norm", [flat, *_scratch(platform)])
     parts = [call(*(grads[i] for i in group))[0] for group in _groups(platform, [g.shape for g in grads])]
-    return _combine_norms(parts).reshape(out.shape)
+    return _combine_norms(parts).reshape(*batch, 2)
 
 
 # Platforms: which of the two a program gets.
@@ -366,7 +395,7 @@ def why_not_fused(platform: str, options: Options, dtypes: Sequence[Any] = ()) -
     return library.why_not(options.framework, platform)
 
 
-def _lowering(fused, plain, multiple_results: bool):
+def _lowering(fused, plain, partition, multiple_results: bool):
     """The rule for all platforms: each gets its kernel or the reference, which is traced once however many take it."""
 
     def rule(ctx, *operands, **params):
@@ -374,30 +403,75 @@ def _lowering(fused, plain, multiple_results: bool):
         if params.get("part") is None:
             dtypes = [ctx.avals_in[0].dtype]
         else:
-            _, _, p, g, m, v = _unpack(ctx.avals_in, params["part"], len(params["spec"].decays))
+            _, p, g, m, v, _ = _unpack(ctx.avals_in, params["part"], len(params["spec"].decays))
             dtypes = [p[0].dtype, (g or p)[0].dtype, m[0].dtype, v[0].dtype]
         platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms
+        by_reference = functools.partial(plain, **params)
+        partitioned = sharding.is_partitioned(ctx.module_context)
+        unpartitionable = sharding.why_not(ctx.module_context) if partitioned else None
         kernels = {}
         for platform in platforms:
-            why = why_not_fused(platform, options, dtypes)
+            why = why_not_fused(platform, options, dtypes) or unpartitionable
             if why is None:
                 kernels[platform] = functools.partial(fused, platform, **params)
             elif options.implementation == "fused":
                 raise NotImplementedError(f'implementation="fused" cannot be had on {platform}: {why}')
             elif options.implementation == "auto" and platform in PLATFORMS:
-                library.warn_once(options.framework, platform)
-        by_reference = functools.partial(plain, **params)
+                library.warn_once(options.framework, platform, unpartitionable)
         if not kernels:
             function = by_reference
+        elif partitioned:
+            function = partition(ctx.avals_in, **params)
         elif len(platforms) == 1:
             (function,) = kernels.values()
         elif len(kernels) == len(platforms):
             function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels)
         else:
             function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels, default=by_reference)
+        # A lowered program has no types that tell how a mesh splits arrays or over what they vary.
+        ctx = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
         return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands)
 
     return rule
+
+
+def _partition_lamb(avals, *, part: str, spec: Spec, dtype, options, trust: bool):
+    n, batch = len(spec.decays), spec.batch_axes
+    scalars, p, g, m, v, _ = _unpack(avals, part, n)
+    tensors = [tuple((sharding.BATCH if k < batch else i, k) for k in range(len(x.shape))) for i, x in enumerate(p)]
+    tables = [(*labels[:axes], None) for labels, axes in zip(tensors, spec.layer_axes)]
+    vector = (*((sharding.BATCH, k) for k in range(batch)), None)
+
+    def local(splits, *shards):
+        scalars, p, g, m, v, _ = _unpack(shards, part, n)
+        fill = lambda values, by: [sharding.filled(x, labels, splits, by) for x, labels in zip(values, tensors)]
+        # What fills a shard up must not count: with these values u is 0.
+        p, g, m, v = fill(p, 0), fill(g, 0), fill(m, 0), fill(v, 1)
+        axes = [sum((splits[label].names for label in labels[layers:]), ()) for labels, layers in zip(tensors, spec.layer_axes)]
+        return sum(_step_of_shards(scalars, p, g, m, v, spec, dtype, options, trust, axes)[: 3 + trust], [])
+
+    whole = functools.partial(lamb_p.bind, part=part, spec=spec, dtype=dtype, options=options, trust=trust)
+    # Gradients do not decide: one of them is moved at less cost than the three others.
+    deciding = [1 + k * n + i for k in (0, 2, 3) for i in range(n)]
+    # Parameters keep their sharding, moments theirs, which gradients take over: with ZeRO they differ.
+    like_p, like_m = ("p", tensors), ("m", tensors)
+    return sharding.partitioned(
+        whole, local, [("m", [vector]), like_p, like_m, like_m, like_m], [like_p, like_m, like_m, ("m", tables if trust else [])], deciding
+    )
+
+
+def _partition_grad_norm(avals, *, batch_axes: int, options):
+    tensors = [tuple((sharding.BATCH if k < batch_axes else i, k) for k in range(len(x.shape))) for i, x in enumerate(avals)]
+    result = (*((sharding.BATCH, k) for k in range(batch_axes)), None)
+
+    def local(splits, *shards):
+        shards = [sharding.filled(x, labels, splits, 0) for x, labels in zip(shards, tensors)]
+        axes = [sum((splits[label].names for label in labels[batch_axes:]), ()) for labels in tensors]
+        return [_norm_of_shards(shards, batch_axes, options, axes)]
+
+    whole = lambda *grads: [grad_norm_p.bind(*grads, batch_axes=batch_axes, options=options)]
+    operation = sharding.partitioned(whole, local, [("g", tensors)], [("g", [result])], range(len(tensors)))
+    return lambda *grads: operation(*grads)[0]
 
 
 def _to_front(operands, axes):
@@ -406,9 +480,9 @@ def _to_front(operands, axes):
     return [jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(operands, axes)]
 
 
-def _batch_lamb(operands, axes, *, part, spec, dtype, options):
+def _batch_lamb(operands, axes, *, spec, **params):
     spec = dataclasses.replace(spec, batch_axes=spec.batch_axes + 1, layer_axes=tuple(a + 1 for a in spec.layer_axes))
-    results = lamb_p.bind(*_to_front(operands, axes), part=part, spec=spec, dtype=dtype, options=options)
+    results = lamb_p.bind(*_to_front(operands, axes), spec=spec, **params)
     return results, [0] * len(results)
 
 
@@ -416,10 +490,17 @@ def _batch_grad_norm(operands, axes, *, batch_axes, options):
     return grad_norm_p.bind(*_to_front(operands, axes), batch_axes=batch_axes + 1, options=options), 0
 
 
-def _define(primitive, shapes, fused, plain, batch):
+def _like(aval, shape, dtype):
+    """The type of an array that shares leading axes, and the mesh axes that split them, with `aval`."""
+    kept = aval.sharding
+    if shape != aval.shape:
+        kept = NamedSharding(kept.mesh, PartitionSpec(*kept.spec[: len(shape) - 1], None))
+    return aval.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=kept)
+
+
+def _define(primitive, avals, fused, plain, partition, batch):
     multiple = primitive.multiple_results
-    as_avals = lambda x: [_aval(s) for s in x] if multiple else _aval(x)
-    primitive.def_abstract_eval(lambda *operands, **params: as_avals(shapes(*operands, **params)))
+    primitive.def_abstract_eval(avals)
 
     @functools.lru_cache(maxsize=256)
     def compiled(items):
@@ -431,12 +512,9 @@ def _define(primitive, shapes, fused, plain, batch):
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jax.jvp(
         functools.partial(plain, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
     )
-    mlir.register_lowering(primitive, _lowering(fused, plain, multiple))
+    mlir.register_lowering(primitive, _lowering(fused, plain, partition, multiple))
+    sharding.needs_devices(primitive)
 
 
-def _aval(struct):
-    return jax.core.ShapedArray(struct.shape, struct.dtype)
-
-
-_define(lamb_p, _lamb_shapes, _lamb_fused, _lamb_reference, _batch_lamb)
-_define(grad_norm_p, _grad_norm_shape, _grad_norm_fused, _grad_norm_reference, _batch_grad_norm)
+_define(lamb_p, _lamb_avals, _lamb_fused, _lamb_reference, _partition_lamb, _batch_lamb)
+_define(grad_norm_p, _grad_norm_aval, _grad_norm_fused, _grad_norm_reference, _partition_grad_norm, _batch_grad_norm)
