@@ -66,6 +66,7 @@ def compile_steps(jobs, timeout=500, **env):
         TPU_SKIP_MDS_QUERY="1",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # two processes share no TPU here
         TPU_LOG_DIR="disabled",
+        XLA_FLAGS="",
         **env,
     )
     code = "import compilers, json, sys; print(json.dumps([compilers.compile_step(**job) for job in json.load(sys.stdin)]))"

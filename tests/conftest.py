@@ -1,4 +1,4 @@
-"""What every test needs before it imports a framework: CPU only, the tree's own package, and no setting of the caller's."""
+"""What every test needs before it imports a framework: eight CPU devices, the tree's own package, and no setting of the caller's."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ for path in (str(TESTS.parent), str(TESTS)):
 
 os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")
 os.environ["KERAS_BACKEND"] = os.environ.get("XLA_LAMB_TESTED_KERAS_BACKEND", "tensorflow")  # another one in test_keras_jax.py
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # for meshes; JAX puts all else on the first of them
 tested = os.environ.get("XLA_LAMB_TESTED_LIBRARY")  # another library than the tree's own
 for name in ("XLA_LAMB_IMPLEMENTATION", "XLA_LAMB_LIBRARY", "JAX_ENABLE_X64", "NPROC", "KERAS_HOME"):
     os.environ.pop(name, None)

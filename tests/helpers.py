@@ -183,7 +183,8 @@ def emulated_library():
 
 
 def python(code, *args, path=ROOT, timeout=300, check=True, **env):
-    """Runs code in a fresh interpreter: the CompletedProcess. `path` is where xla_lamb is found."""
+    """Runs code in a fresh interpreter, where JAX has one device: the CompletedProcess. `path` is where xla_lamb is found."""
+    env.setdefault("XLA_FLAGS", None)
     full = dict(os.environ, PYTHONPATH=os.pathsep.join([str(path), str(TESTS)] + [p for p in sys.path if p and p != str(ROOT)]))
     full.update({k: str(v) for k, v in env.items() if v is not None})
     for name in (k for k, v in env.items() if v is None):
