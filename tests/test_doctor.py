@@ -14,7 +14,7 @@ def run(*arguments, **environment):
         [sys.executable, "-m", "xla_lamb", "doctor", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": "", **environment},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

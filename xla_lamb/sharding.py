@@ -10,6 +10,7 @@ Inside jax.shard_map and jax.pmap the axes have names that the caller gives: `re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -132,24 +133,22 @@ def partitioned(function: Callable, local: Callable, operands: Arrays, results: 
     """
 
     rule = partitioning.SdyShardingRule(_mappings("a", operands), _mappings("r", results))
+    names, result_groups = [name for name, group in operands for _ in group], results
     operands, results = ([labels for _, group in groups for labels in group] for groups in (operands, results))
 
-    def splits_of(args) -> dict:
+    def splits_of(mesh, args, deciding) -> dict:
         splits: dict[tuple, Split] = {}
         taken: dict[Hashable, set] = {}
 
-        def count(i):
-            sharding = args[i].sharding
-            return math.prod(sharding.mesh.shape[name] for names in _entries(sharding, args[i]) for name in names)
-
-        for i in sorted(deciding, key=count, reverse=True):
-            shape, sharding = args[i].shape, args[i].sharding
-            for label, size, names in zip(operands[i], shape, _entries(sharding, args[i])):
+        entries = {i: _entries(args[i].sharding, args[i]) for i in deciding}
+        shards = {i: math.prod(mesh.shape[name] for names in entries[i] for name in names) for i in deciding}
+        for i in sorted(deciding, key=shards.get, reverse=True):
+            for label, size, names in zip(operands[i], args[i].shape, entries[i]):
                 if label is not None and label not in splits:
                     used = taken.setdefault(BATCH, set()) | taken.setdefault(label[0], set())
                     names = tuple(name for name in names if name not in used)
                     taken[label[0]].update(names)
-                    splits[label] = Split(names, math.prod(sharding.mesh.shape[name] for name in names), size)
+                    splits[label] = Split(names, math.prod(mesh.shape[name] for name in names), size)
         return splits
 
     def place(mesh, splits, all_labels):
@@ -157,11 +156,17 @@ def partitioned(function: Callable, local: Callable, operands: Arrays, results: 
         return [NamedSharding(mesh, spec(labels)) for labels in all_labels]
 
     def partition(mesh, args, outs):
-        splits = splits_of(args)
-        return mesh, functools.partial(local, splits), place(mesh, splits, results), tuple(place(mesh, splits, operands))
+        splits = splits_of(mesh, args, deciding)
 
-    def infer(mesh, args, outs):  # for GSPMD, which jax had before Shardy
-        return place(mesh, splits_of(args), results)
+        def each(*shards):
+            with no_mesh():
+                return local(splits, *shards)
+
+        return mesh, each, place(mesh, splits, results), tuple(place(mesh, splits, operands))
+
+    def infer(mesh, args, outs):  # GSPMD's instead of the rule, before jax 0.7
+        by_name = {name: splits_of(mesh, args, [i for i in deciding if names[i] == name]) for name in set(names)}
+        return [sharding for name, group in result_groups for sharding in place(mesh, by_name[name], group)]
 
     operation = partitioning.custom_partitioning(lambda *arrays: function(*arrays))
     operation.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -203,13 +208,21 @@ def _list(names) -> str:
     return ", ".join(map(repr, names))
 
 
+def no_mesh():
+    """A context without the mesh of jax.set_mesh: programs of one device are traced in it, which a mesh with explicit axes would mark as sharded."""
+    sharding = jax.sharding
+    return sharding.use_abstract_mesh(sharding.AbstractMesh((), ())) if hasattr(sharding, "use_abstract_mesh") else contextlib.nullcontext()
+
+
 def needs_devices(primitive) -> None:
     """Has JAX lower programs that hold the primitive with their devices, which custom_partitioning asks for."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _entries(sharding: NamedSharding, aval) -> list[tuple[str, ...]]:
-    """For each axis of an array the mesh axes that split it, without those of one device."""
+def _entries(sharding: NamedSharding | None, aval) -> list[tuple[str, ...]]:
+    """For each axis of an array the mesh axes that split it, without those of one device; `sharding` is None where GSPMD knows none yet."""
+    if sharding is None:
+        return [()] * len(aval.shape)
     spec = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
     return [tuple(name for name in _names(entry) if sharding.mesh.shape[name] > 1) for entry in spec]
 

@@ -429,8 +429,9 @@ def _lowering(fused, plain, partition, multiple_results: bool):
         else:
             function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels, default=by_reference)
         # A lowered program has no types that tell how a mesh splits arrays or over what they vary.
-        ctx = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
-        return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands)
+        with sharding.no_mesh():
+            ctx = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+            return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands)
 
     return rule
 
