@@ -34,20 +34,8 @@ Arrays = Sequence[tuple[str, Sequence[Labels]]]
 
 
 def reduce_over(values: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> list[jax.Array]:
-    """Each value, summed over the mesh axes named for it. What goes over the same axes travels together, however many values there are."""
-    groups: dict[tuple, list[int]] = {}
-    for i, (value, names) in enumerate(zip(values, axes)):
-        # Only values that vary alike travel together, or each would count as varying like its companions.
-        groups.setdefault((tuple(sorted(names)), value.dtype, varying(value)), []).append(i)
-    result = list(values)
-    for (names, *_), indices in groups.items():
-        if not names:
-            continue
-        total = jax.lax.psum(jnp.concatenate([values[i].ravel() for i in indices]), names)
-        ends = np.cumsum([values[i].size for i in indices])
-        for i, end in zip(indices, ends):
-            result[i] = total[end - values[i].size : end].reshape(values[i].shape)
-    return result
+    """Each value, summed over the mesh axes named for it: one collective for each that has names."""
+    return [jax.lax.psum(value, names) if names else value for value, names in zip(values, axes)]
 
 
 def is_axes(x) -> bool:

@@ -4,11 +4,11 @@ Two primitives take any number of tensors at once:
 
     lamb       one of the three parts of LAMB. Operands and results, for N tensors that share their types:
                  step     scalars, N p, N g, N m, N v     ->  N outputs, N new m, N new v, N trust
-                 moments  scalars, N p, N g, N m, N v     ->  N new m, N new v, N sums
-                 apply    scalars, N p, N m, N v, N sums  ->  N outputs, N trust
+                 moments  scalars, N p, N g, N m, N v     ->  N new m, N new v, sums
+                 apply    scalars, N p, N m, N v, sums    ->  N outputs, N trust
                scalars: reference.SCALARS, float32, or float64 with float64 parameters; with leading batch axes under vmap.
-               sums [*layer_shape, 2] and trust [*layer_shape, 3]: for each layer of a tensor the sums of squares of p and u, and
-               |p|, |u| and the ratio. Trust is there if it was asked for: thousands of slices cost time to trace and compile.
+               sums [..., L, 2]: for each layer of each tensor, in order, the sums of squares of p and u; L counts the layers of one element of the
+               batch. trust [*layer_shape, 3]: |p|, |u| and the ratio, if it was asked for: thousands of slices cost time to trace and compile.
     grad_norm  N gradients -> [..., 2]: the sum of their squares, and 1 if all is finite, else 0.
 
 Where the kernel is used, a primitive becomes one custom call for each group of tensors, in place where XLA lets it: new
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Sequence
 
@@ -158,29 +159,43 @@ def _step_of_shards(vector, p, g, m, v, spec: Spec, dtype, options: Options, tru
     What no axis splits takes the step in one pass.
     """
     n = len(p)
+    axes = [tuple(sorted(names)) for names in axes]
     dtype = _output_dtype(p[0], g[0], spec, dtype)
-    results = [[None] * n for _ in range(4)]
+    results: list[list] = [[None] * n for _ in range(4)]
 
-    def put(indices, kinds, values):
-        k = len(indices)
-        for at, kind in enumerate(kinds):
-            for i, value in zip(indices, values[at * k : (at + 1) * k]):
-                results[kind][i] = value
+    def bind(part, indices, *lists, sums=(), trust=False, into):
+        """Puts the results like tensors `into` those kinds of results, and returns what is left."""
+        flat = [x[i] for x in lists for i in indices]
+        values = lamb_p.bind(vector, *flat, *sums, part=part, spec=spec.select(indices), dtype=dtype, options=options, trust=trust)
+        for kind in into:
+            for i in indices:
+                results[kind][i] = values.pop(0)
         return values
 
-    def bind(indices, *lists, **params):
-        flat = [x[i] for x in lists for i in indices]
-        return lamb_p.bind(vector, *flat, spec=spec.select(indices), dtype=dtype, options=options, **params)
+    groups: dict[tuple, list[int]] = {}
+    for i, names in enumerate(axes):
+        # Where JAX keeps account of what varies, tensors that vary differently share no sums, which would all vary with any of them.
+        over = sharding.varying(p[i])
+        groups.setdefault((bool(names), over, names if over else ()), []).append(i)
+    for (split, *_), indices in groups.items():
+        if not split:
+            bind("step", indices, p, g, m, v, trust=trust, into=range(3 + trust))
+            continue
+        indices.sort(key=lambda i: axes[i])  # what is added up over the same axes lies together
+        (sums,) = bind("moments", indices, p, g, m, v, into=(1, 2))
+        sums = _reduced(sums, [p[i] for i in indices], spec.select(indices), [axes[i] for i in indices])
+        bind("apply", indices, p, *results[1:3], sums=[sums], trust=trust, into=(0, 3)[: 1 + trust])
+    return results
 
-    if whole := [i for i in range(n) if not axes[i]]:
-        put(whole, range(3 + trust), bind(whole, p, g, m, v, part="step", trust=trust))
-    if split := [i for i in range(n) if axes[i]]:
-        # The sums of squares take the place of the trust ratios until those are there.
-        put(split, (1, 2, 3), bind(split, p, g, m, v, part="moments", trust=False))
-        _, m, v, sums = results
-        put(split, [3], sharding.reduce_over([sums[i] for i in split], [axes[i] for i in split]))
-        put(split, (0, 3)[: 1 + trust], bind(split, p, m, v, sums, part="apply", trust=trust))
-    return results if trust else [*results[:3], [None] * n]
+
+def _reduced(sums, tensors, spec: Spec, axes):
+    """The sums of shards, added up over the axes named for each tensor; those with the same names follow each other."""
+    parts, start = [], 0
+    for names, group in itertools.groupby(zip(axes, tensors, spec.layer_axes), key=lambda x: x[0]):
+        rows = sum(math.prod(x.shape[spec.batch_axes : layers]) for _, x, layers in group)
+        parts.append((sums[..., start : start + rows, :], names))
+        start += rows
+    return jnp.concatenate(sharding.reduce_over(*zip(*parts)), axis=-2)
 
 
 def _norm_of_shards(grads, batch_axes: int, options: Options, axes):
@@ -204,11 +219,12 @@ grad_norm_p = Primitive("xla_lamb_grad_norm")
 
 def _unpack(operands: Sequence, part: str, n: int):
     """(scalars, p, g or None, m, v, sums or None) of the operands of a part."""
-    lists = [list(operands[1 + k * n : 1 + (k + 1) * n]) for k in range((len(operands) - 1) // n)]
+    scalars, *tensors = operands
+    sums = tensors.pop() if part == "apply" else None
+    lists = [tensors[k * n : (k + 1) * n] for k in range(len(tensors) // n)]
     if part == "apply":
-        p, m, v, sums = lists
-        return operands[0], p, None, m, v, sums
-    return operands[0], *lists, None
+        lists.insert(1, None)
+    return scalars, *lists, sums
 
 
 def _output_dtype(p, g, spec: Spec, dtype):
@@ -223,8 +239,19 @@ def _lamb_avals(*operands, part: str, spec: Spec, dtype, options, trust: bool):
         results += [_like(x, x.shape, output) for x in p]
     if part != "apply":
         results += [_like(x, x.shape, x.dtype) for x in [*m, *v]]
-    columns = [2] if part == "moments" else [3] if trust else []
-    return results + [_like(x, (*x.shape[:axes], width), scalars.dtype) for width in columns for x, axes in zip(sums or p, spec.layer_axes)]
+    if part == "moments":
+        batch = p[0].shape[: spec.batch_axes]
+        return [*results, _like(p[0], (*batch, sum(_layers(p, spec)), 2), scalars.dtype, len(batch))]
+    for x, axes in zip(p, spec.layer_axes if trust else ()):
+        # Added up over shards, sums no longer vary over all that p varies over.
+        like, shared = (x, axes) if sums is None else (sums, spec.batch_axes)
+        results.append(_like(like, (*x.shape[:axes], 3), scalars.dtype, shared))
+    return results
+
+
+def _layers(tensors, spec: Spec) -> list[int]:
+    """How many layers each tensor has, in one element of the batch."""
+    return [math.prod(x.shape[spec.batch_axes : axes]) for x, axes in zip(tensors, spec.layer_axes)]
 
 
 def _lamb_reference(*operands, part: str, spec: Spec, dtype, options, trust: bool):
@@ -233,13 +260,29 @@ def _lamb_reference(*operands, part: str, spec: Spec, dtype, options, trust: boo
     # One trace for each kind of tensor, not for each tensor: a tree of thousands has few kinds.
     if part != "apply":
         halves = [_moments_jit(scalars, p[i], g[i], m[i], v[i], spec.select([i])) for i in range(n)]
-        m, v, sums = (list(x) for x in zip(*halves))
+        m, v, tables = (list(x) for x in zip(*halves))
     if part == "moments":
-        return [*m, *v, *sums]
+        return [*m, *v, _join(tables, spec)]
+    if part == "apply":
+        tables = _split(sums, p, spec)
     output = _output_dtype(p[0], g[0] if g else None, spec, dtype)
-    seconds = [_apply_jit(scalars, sums[i], p[i], m[i], v[i], spec.select([i]), output) for i in range(n)]
+    seconds = [_apply_jit(scalars, tables[i], p[i], m[i], v[i], spec.select([i]), output) for i in range(n)]
     outputs, ratios = (list(x) for x in zip(*seconds))
     return outputs + (m + v if part == "step" else []) + (ratios if trust else [])
+
+
+def _split(table, tensors, spec: Spec) -> list:
+    """The rows of each tensor, shaped [*layer_shape, columns]."""
+    ends = np.cumsum([0, *_layers(tensors, spec)])
+    rows = [table[..., start:end, :] for start, end in itertools.pairwise(ends)]
+    return [x.reshape(*tensor.shape[:axes], x.shape[-1]) for x, tensor, axes in zip(rows, tensors, spec.layer_axes)]
+
+
+def _join(tables, spec: Spec):
+    """The inverse of _split: [*batch_shape, L, columns]."""
+    batch = spec.batch_axes
+    flat = [x.reshape(*x.shape[:batch], math.prod(x.shape[batch:-1]), x.shape[-1]) for x in tables]
+    return jnp.concatenate(flat, axis=batch)
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -282,15 +325,16 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options,
     kinds += [] if part == "apply" else [(m, m[0].dtype), (v, v[0].dtype)]
     columns = 2 if part == "moments" else 3
     results: list[list] = [[] for _ in kinds]
-    tables = []
+    tables: list = []
     groups = _groups(platform, [x.shape for x in p])
     vectors = [scalars] * len(groups) if part != "step" or spec.emit_updates else _paced(scalars, [[g[i] for i in group] for group in groups])
     for indices, vector in zip(groups, vectors):
         k = len(indices)
         pick = lambda values: [values[i] for i in indices]
         group = spec.select(indices)
-        rows = [math.prod(p[i].shape[: spec.layer_axes[i]]) for i in indices]
-        table = [jnp.concatenate([x.reshape(-1, 2) for x in pick(sums)])] if sums else []
+        # The kernel's rows: all of one tensor, whose batch is among its layers, before those of the next.
+        rows = [math.prod(x.shape[:axes]) for x, axes in zip(pick(p), group.layer_axes)]
+        table = [_rows_of(sums, p, spec, indices)] if part == "apply" else []
         inputs = [vector, *table, *pick(p), *(pick(g) if g else []), *pick(m), *pick(v)]
         outs = [jax.ShapeDtypeStruct(x.shape, kind) for like, kind in kinds for x in pick(like)]
         outs += [jax.ShapeDtypeStruct((sum(rows), columns), scalars.dtype)]
@@ -311,12 +355,22 @@ def _lamb_fused(platform: str, *operands, part: str, spec: Spec, dtype, options,
         )
         for j, kind in enumerate(results):
             kind += values[j * k : (j + 1) * k]
-        if part == "moments" or trust:
-            ends = np.cumsum(rows)
-            tables += [
-                values[last][end - count : end].reshape(*p[i].shape[: spec.layer_axes[i]], columns) for i, count, end in zip(indices, rows, ends)
-            ]
+        if part == "moments" and not spec.batch_axes:
+            tables.append(values[last])
+        elif part == "moments" or trust:
+            parts = [values[last][start:end] for start, end in itertools.pairwise(np.cumsum([0, *rows]))]
+            tables += [x.reshape(*p[i].shape[: spec.layer_axes[i]], columns) for x, i in zip(parts, indices)]
+    if part == "moments":
+        tables = [_join(tables, spec) if spec.batch_axes else jnp.concatenate(tables)]
     return [*(x for kind in results for x in kind), *tables]
+
+
+def _rows_of(sums, tensors, spec: Spec, indices):
+    """The rows of some tensors that follow each other, as the kernel has them: [rows, 2]."""
+    if spec.batch_axes:
+        return jnp.concatenate([x.reshape(-1, 2) for x in _split(sums, tensors, spec)[indices[0] : indices[-1] + 1]])
+    ends = np.cumsum([0, *_layers(tensors, spec)])
+    return sums[ends[indices[0]] : ends[indices[-1] + 1]]
 
 
 def _paced(scalars, gradients) -> list:
@@ -355,7 +409,7 @@ def _aliases(part: str, spec: Spec, n: int, inputs, outs) -> dict[int, int]:
 
 
 def _grad_norm_aval(*grads, batch_axes: int, options):
-    return _like(grads[0], (*grads[0].shape[:batch_axes], 2), reference.arithmetic_dtype(grads[0].dtype))
+    return _like(grads[0], (*grads[0].shape[:batch_axes], 2), reference.arithmetic_dtype(grads[0].dtype), batch_axes)
 
 
 def _combine_norms(parts):
@@ -491,11 +545,11 @@ def _batch_grad_norm(operands, axes, *, batch_axes, options):
     return grad_norm_p.bind(*_to_front(operands, axes), batch_axes=batch_axes + 1, options=options), 0
 
 
-def _like(aval, shape, dtype):
-    """The type of an array that shares leading axes, and the mesh axes that split them, with `aval`."""
+def _like(aval, shape, dtype, shared: int | None = None):
+    """The type of an array that has its first `shared` axes (None: all) from `aval`, and what splits them."""
     kept = aval.sharding
-    if shape != aval.shape:
-        kept = NamedSharding(kept.mesh, PartitionSpec(*kept.spec[: len(shape) - 1], None))
+    if shared is not None:
+        kept = NamedSharding(kept.mesh, PartitionSpec(*kept.spec[:shared], *[None] * (len(shape) - shared)))
     return aval.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=kept)
 
 

@@ -25,8 +25,9 @@ def state_shardings(opt: Any, params: Any, axis: str | Sequence[str] = "data", m
     The first dimension is preferred to the largest: a device's part is then one piece of memory, and gathering the parts needs no transposition; and where
     leading axes index layers (`layer_axes` of `lamb`) each device has whole layers, whose norms need no sum over devices.
 
-    The step is as without ZeRO. Under jax.jit each device takes it on its part of each tensor, and the new parts of a parameter are gathered once; parameters
-    keep their own sharding.
+    The step is as without ZeRO. Under jax.jit each device takes it on its part of each tensor, and the new parts of a parameter are gathered once. The fused
+    kernel gives parameters back as they came; where there is none, as on TPUs, XLA would leave them split: so give jax.jit their shardings and these
+    in out_shardings.
 
     Args:
       opt: an optimizer with ``init``: `lamb`, ``optax.chain`` of it, ``optax.MultiSteps``, or any other optax transformation.
@@ -107,8 +108,7 @@ def _alike(a, b) -> bool:
 
 def _named(x) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
-    # Of shapes that jax.eval_shape gives the mesh may be empty.
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.shape else None
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _sharding_of(x, mesh) -> NamedSharding:
