@@ -3,8 +3,10 @@
     config.py      variants of LAMB and their hyper-parameters
     reference.py   the step in jnp: the specification
     step.py        the step as used: custom call or reference, by platform
+    sharding.py    tensors that a mesh splits
     library.py     finds the shared library and registers its handlers
     optax.py       xla_lamb.lamb, for JAX
+    zero.py        ZeRO-1: shardings that split an optimizer's state over devices that share the parameters
     tensorflow.py  lamb_step on tf.Variables
     keras/         Lamb and LAMB for Keras 3, and the callback that logs trust ratios
     minimize/      optimizers whose minimize goes in steps that can each be replaced: loss scaling, clipping, aggregation, averages, privacy
@@ -31,7 +33,7 @@ def __getattr__(name):
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
-    if name in ("checkpoints", "keras", "minimize", "optax", "tensorflow", "tf_keras", "trust"):
+    if name in ("checkpoints", "keras", "minimize", "optax", "tensorflow", "tf_keras", "trust", "zero"):
         return importlib.import_module(f"xla_lamb.{name}")
     raise AttributeError(f"module 'xla_lamb' has no attribute {name!r}")
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from typing import Any, Callable, Hashable, Sequence
+from typing import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src import dispatch
 from jax.experimental import custom_partitioning as partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+
+try:  # JAX has no public name for it
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _LOWERED_WITH_DEVICES
+except ImportError:
+    _LOWERED_WITH_DEVICES = None
 
 # For each axis of an array a label, or None where nothing may split it. Axes with the same label are split alike. The first item of
 # a label is the tensor it belongs to, or BATCH, which all tensors share.
@@ -119,15 +121,13 @@ def partitioned(function: Callable, local: Callable, operands: Arrays, results: 
       deciding: the operands whose sharding decides, by position: the one with most shards does for the tensor whose labels it has, and the
         first of them where several have as many.
     """
-
     rule = partitioning.SdyShardingRule(_mappings("a", operands), _mappings("r", results))
-    names, result_groups = [name for name, group in operands for _ in group], results
+    group_of, result_groups = [name for name, group in operands for _ in group], results
     operands, results = ([labels for _, group in groups for labels in group] for groups in (operands, results))
 
     def splits_of(mesh, args, deciding) -> dict:
         splits: dict[tuple, Split] = {}
         taken: dict[Hashable, set] = {}
-
         entries = {i: _entries(args[i].sharding, args[i]) for i in deciding}
         shards = {i: math.prod(mesh.shape[name] for names in entries[i] for name in names) for i in deciding}
         for i in sorted(deciding, key=shards.get, reverse=True):
@@ -147,13 +147,13 @@ def partitioned(function: Callable, local: Callable, operands: Arrays, results: 
         splits = splits_of(mesh, args, deciding)
 
         def each(*shards):
-            with no_mesh():
+            with one_device(shards):
                 return local(splits, *shards)
 
         return mesh, each, place(mesh, splits, results), tuple(place(mesh, splits, operands))
 
     def infer(mesh, args, outs):  # GSPMD's instead of the rule, before jax 0.7
-        by_name = {name: splits_of(mesh, args, [i for i in deciding if names[i] == name]) for name in set(names)}
+        by_name = {name: splits_of(mesh, args, [i for i in deciding if group_of[i] == name]) for name in set(group_of)}
         return [sharding for name, group in result_groups for sharding in place(mesh, by_name[name], group)]
 
     operation = partitioning.custom_partitioning(lambda *arrays: function(*arrays))
@@ -187,6 +187,10 @@ def why_not(module) -> str | None:
             f"jax.shard_map has taken {_list(n for n in every if n in manual)} of the mesh axes, and XLA cannot partition the kernel over the others, "
             f"{_list(n for n in every if n not in manual)}: give jax.shard_map all axes, and lamb their names in axis_name"
         )
+    if _LOWERED_WITH_DEVICES is None:
+        return f"xla_lamb does not know how to have jax {jax.__version__} partition it: use jax.shard_map, with axis_name"
+    if getattr(module.axis_context, "abstract_mesh", None) is None:
+        return "no array of the program tells the mesh: place them with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))"
     if module.lowering_parameters.for_export:
         return "jax.export cannot hold how XLA should partition the kernel over several devices: export the step inside jax.shard_map, with axis_name"
     return None
@@ -196,15 +200,22 @@ def _list(names) -> str:
     return ", ".join(map(repr, names))
 
 
-def no_mesh():
-    """A context without the mesh of jax.set_mesh: programs of one device are traced in it, which a mesh with explicit axes would mark as sharded."""
-    sharding = jax.sharding
-    return sharding.use_abstract_mesh(sharding.AbstractMesh((), ())) if hasattr(sharding, "use_abstract_mesh") else contextlib.nullcontext()
+@contextlib.contextmanager
+def one_device(arrays):
+    """A context in which to trace what one device does with `arrays`: without the mesh of jax.set_mesh, which with explicit axes would mark values as
+    sharded, and with float64 if they have it, since XLA calls back in a thread that knows nothing of jax.enable_x64."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(jax.sharding, "use_abstract_mesh"):
+            stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())))
+        if any(x.dtype == jnp.dtype("float64") for x in arrays):
+            stack.enter_context((jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(True))
+        yield
 
 
 def needs_devices(primitive) -> None:
     """Has JAX lower programs that hold the primitive with their devices, which custom_partitioning asks for."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    if _LOWERED_WITH_DEVICES is not None:
+        _LOWERED_WITH_DEVICES.add(primitive)
 
 
 def _entries(sharding: NamedSharding | None, aval) -> list[tuple[str, ...]]:

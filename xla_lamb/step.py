@@ -471,7 +471,7 @@ def _lowering(fused, plain, partition, multiple_results: bool):
             elif options.implementation == "fused":
                 raise NotImplementedError(f'implementation="fused" cannot be had on {platform}: {why}')
             elif options.implementation == "auto" and platform in PLATFORMS:
-                library.warn_once(options.framework, platform, unpartitionable)
+                library.warn_once(options.framework, platform, why if why is unpartitionable else None)
         if not kernels:
             function = by_reference
         elif partitioned:
@@ -483,7 +483,7 @@ def _lowering(fused, plain, partition, multiple_results: bool):
         else:
             function = lambda *arrays: jax.lax.platform_dependent(*arrays, **kernels, default=by_reference)
         # A lowered program has no types that tell how a mesh splits arrays or over what they vary.
-        with sharding.no_mesh():
+        with sharding.one_device(ctx.avals_in):
             ctx = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
             return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands)
 
@@ -508,10 +508,10 @@ def _partition_lamb(avals, *, part: str, spec: Spec, dtype, options, trust: bool
     whole = functools.partial(lamb_p.bind, part=part, spec=spec, dtype=dtype, options=options, trust=trust)
     # Gradients do not decide: one of them is moved at less cost than the three others.
     deciding = [1 + k * n + i for k in (0, 2, 3) for i in range(n)]
-    # Parameters keep their sharding, moments theirs, which gradients take over: with ZeRO they differ.
-    like_p, like_m = ("p", tensors), ("m", tensors)
+    # Parameters keep their sharding, and moments theirs: with ZeRO they differ, and how gradients come out of the backward pass is no matter.
+    like_p, like_g, like_m = ("p", tensors), ("g", tensors), ("m", tensors)
     return sharding.partitioned(
-        whole, local, [("m", [vector]), like_p, like_m, like_m, like_m], [like_p, like_m, like_m, ("m", tables if trust else [])], deciding
+        whole, local, [("m", [vector]), like_p, like_g, like_m, like_m], [like_p, like_m, like_m, ("m", tables if trust else [])], deciding
     )
 
 
