@@ -4,6 +4,7 @@ The compilers are JAX plugins. `make venv` puts them into .venv/compilers, where
 every plugin that it finds, and TensorFlow crashes beside one.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 TESTS = Path(__file__).absolute().parent
 ROOT = TESTS.parent
@@ -81,8 +83,9 @@ def compile_steps(jobs, timeout=500, **env):
 
 
 def compile_step(
-    target, shapes, step="xla_lamb", method="step", donate=True, mesh=None, specs=None, moment_specs=None, explicit=False, stats=False, **options
-):
+    target, shapes, step="xla_lamb", method="step", donate=True, mesh=None, specs=None, moment_specs=None, explicit=False, partitioned=True,
+    stats=False, **options,
+):  # fmt: skip
     """Compiles one step over float32 tensors of `shapes`, as a training loop has it: (params, state, grads) -> (params, state).
 
     Args:
@@ -94,6 +97,7 @@ def compile_step(
       specs: for each tensor the entries of its PartitionSpec: None, names of axes, or lists of them. None: each device has a copy of all.
       moment_specs: those of the moments, where they differ.
       explicit: whether the axes of the mesh are explicit, instead of automatic.
+      partitioned: False for calls of which XLA does not know how to partition them.
       stats: also return the trust ratios.
       options: of xla_lamb.lamb.
 
@@ -109,6 +113,7 @@ def compile_step(
     from jax.experimental import topologies
 
     import helpers
+    from xla_lamb import sharding
 
     mesh = mesh or {"x": 1}
     devices = math.prod(mesh.values())
@@ -140,7 +145,8 @@ def compile_step(
     state = place(jax.eval_shape(init, params), moment_specs or specs)
     traced = jax.jit(function, donate_argnums=(0, 1) if donate else ()).trace(params, state, params)
     try:
-        lowered = traced.lower()
+        with contextlib.nullcontext() if partitioned else mock.patch.object(sharding, "is_partitioned", lambda module: False):
+            lowered = traced.lower()
     except NotImplementedError as error:
         return {"error": str(error)}
     begin = time.perf_counter()

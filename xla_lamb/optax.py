@@ -109,9 +109,10 @@ def lamb(
       bias_correction, ratio_bounds, norm_bounds: instead of the variant's.
       moment_dtype: storage type of the moments, "bfloat16" or "float32". None: float32, or float64 with float64 parameters.
       axis_name: inside jax.shard_map and jax.pmap, the mesh axes over which tensors are sharded: a name, a tuple of names, or a PartitionSpec; for
-        all tensors, or as a tree like the parameters, a prefix of it, or a function of the parameters. Norms are taken over all shards. Names
-        alone mean axes that split a tensor within its layers: where one splits the layers themselves, give PartitionSpecs. (): each device has
-        whole tensors of its own. None: the tensors are whole; and where jax.shard_map keeps account of what varies, an error if they are not.
+        all tensors (a tuple of names always is), or as a tree like the parameters, a prefix of it, or a function of the parameters. Norms are taken
+        over all shards; gradients are not averaged, which is jax.lax.pmean's work before. Names alone mean axes that split a tensor within its
+        layers: where one splits the layers themselves, give PartitionSpecs. (): each device has whole tensors of its own. None: the tensors are
+        whole; and where jax.shard_map keeps account of what varies, an error if they are not.
       implementation: "auto" takes the fused kernel where there is one, "fused" insists on it, "reference" never uses it. None: what
         the environment variable XLA_LAMB_IMPLEMENTATION says, else "auto".
 
@@ -149,6 +150,7 @@ def lamb(
     def init(params):
         _check_float("parameter", params)
         per_tensor(params)
+        _per_tensor("axis_name", axis_name, params, None, tuple)
         state = peer.init(params)
         zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_moment_dtype(p.dtype, moment_dtype)), params)
         return (state[0]._replace(mu=zeros(), nu=zeros()), *state[1:])
@@ -162,26 +164,23 @@ def lamb(
         )
 
     def shard_axes(params, layer_axes):
-        """For each tensor the names of the axes that split it within a layer, and of all that split it; both None where tensors are whole."""
+        """For each tensor the names of the axes that split it within a layer, and of all that split it."""
         leaves = jax.tree.leaves(params)
         varying = [sharding.varying(x) for x in leaves]
-        if axis_name is None:
-            for i, names in enumerate(varying):
-                if names:
-                    raise ValueError(
-                        f"{_name(params, i)} varies over {_quoted(names)}: if that splits it, give lamb those names or PartitionSpecs in axis_name, "
-                        "so that norms are taken over all shards; if each device has a whole tensor of its own, give axis_name=()"
-                    )
-            return None, None
         entries = _per_tensor("axis_name", axis_name, params, None, tuple)
-        for i, (entry, leaf) in enumerate(zip(entries, leaves)):
+        for i, (entry, leaf, over) in enumerate(zip(entries, leaves, varying)):
+            if entry is None and over:
+                raise ValueError(
+                    f"{_name(params, i)} varies over {_quoted(over)}: if that splits it, give lamb those names or PartitionSpecs in axis_name, "
+                    "so that norms are taken over all shards; if each device has a whole tensor of its own, give axis_name=()"
+                )
             if isinstance(entry, PartitionSpec) and len(entry) > np.ndim(leaf):
                 raise ValueError(f"axis_name of {_name(params, i)} is {entry}, but its shape is {np.shape(leaf)}")
         splits = [sharding.axes_of(entry, axes) for entry, axes in zip(entries, layer_axes)]
         unbound, tracked = sharding.bound_axes(sorted({name for _, every in splits for name in every}))
         if unbound:
             raise ValueError(
-                f"axis_name has {_quoted(unbound)}, which no jax.shard_map or jax.pmap binds here: call the step inside one whose mesh has that axis, "
+                f"axis_name has {_quoted(unbound)}, which no jax.shard_map or jax.pmap binds here: call the step inside one that does (see its axis_names), "
                 "or leave axis_name out, since under jax.jit alone shardings are found without it"
             )
         if tracked:  # a tensor that is the same all along an axis is not split by it

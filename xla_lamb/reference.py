@@ -207,5 +207,6 @@ def grad_norm_of(g: jax.Array, batch_axes: int) -> jax.Array:
     """The sum of squares of one gradient and 1 where all of it is finite, else 0: [*batch_shape, 2]."""
     axes = tuple(range(batch_axes, g.ndim))
     wide = g.astype(arithmetic_dtype(g.dtype))
-    finite = jnp.all(jnp.isfinite(g), axis=axes)
-    return jnp.stack([_sum_of_squares(wide, batch_axes), finite.astype(wide.dtype)], axis=-1)
+    # A sum, as of the squares, with which it travels where a mesh splits the gradient; XLA's GPU compiler fails on several reductions of bools.
+    broken = jnp.sum(~jnp.isfinite(g), axis=axes, dtype=wide.dtype)
+    return jnp.stack([_sum_of_squares(wide, batch_axes), (broken == 0).astype(wide.dtype)], axis=-1)

@@ -42,7 +42,8 @@ def reduce_over(values: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) ->
 
 def is_axes(x) -> bool:
     """Whether `x` says for a tensor which mesh axes split it: a name, a tuple of names, a PartitionSpec, or None for none."""
-    return x is None or isinstance(x, (str, PartitionSpec)) or type(x) is tuple and all(isinstance(name, str) for name in x)
+    entries = x if isinstance(x, PartitionSpec) else [x]
+    return all(y is None or isinstance(y, str) or type(y) is tuple and all(isinstance(name, str) for name in y) for y in entries)
 
 
 def axes_of(entry, layer_axes: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
