@@ -202,28 +202,26 @@ def lamb(
         first, second = tree.flatten_up_to(adam.mu), tree.flatten_up_to(adam.nu)
 
         spec = fused.spec_of(variant, *per_tensor(params), emit_updates)
-        within, every = shard_axes(params, spec.layer_axes)
-        scale, skipped, norm = fused.gradient_scale(gradients, grad_scale, skip, max_grad_norm, nonfinite, options, every)
         decay_count, rate_count = (_schedule_count(s, adam.count) for s in (state[1], state[-1]))
-        count = _increment(adam.count, skipped)
-        scalars = reference.scalars(
-            count=_increment(adam.count, False),
+        hyperparameters = dict(
             learning_rate=learning_rate(rate_count) if callable(learning_rate) else learning_rate,
             b1=b1,
             b2=b2,
             eps=eps,
             eps_root=eps_root,
             weight_decay=weight_decay(decay_count) if callable(weight_decay) else weight_decay,
-            grad_scale=scale,
-            skip=skipped,
-            decay=variant.decay,
-            bias_correction=variant.bias_correction,
+            grad_scale=grad_scale,
+            max_grad_norm=max_grad_norm,
         )
-        outputs, first, second, trust = fused.step(scalars, leaves, gradients, first, second, spec, options, stats, within)
-        adam = adam._replace(count=count, mu=tree.unflatten(first), nu=tree.unflatten(second))
-        state = (adam, *(_advance(s, skipped) for s in state[1:]))
-        told = StepStats(tree.unflatten(trust), norm, jnp.asarray(skipped, bool)) if stats else None
-        return tree.unflatten(outputs), state, told
+        taken = fused.take(
+            hyperparameters, _increment(adam.count, False), leaves, gradients, first, second, spec, variant, skip=skip, nonfinite=nonfinite,
+            options=options, trust=stats, axes=shard_axes(params, spec.layer_axes),
+        )  # fmt: skip
+        count = _increment(adam.count, taken.skipped)
+        adam = adam._replace(count=count, mu=tree.unflatten(taken.first), nu=tree.unflatten(taken.second))
+        state = (adam, *(_advance(s, taken.skipped) for s in state[1:]))
+        told = StepStats(tree.unflatten(taken.trust), taken.grad_norm, taken.skipped) if stats else None
+        return tree.unflatten(taken.outputs), state, told
 
     def update(updates, state, params=None, *, grad_scale=None, skip=None, **extra_args):
         del extra_args  # meant for other transformations of a chain

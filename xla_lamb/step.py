@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,48 @@ class Options:
 
     implementation: str = "auto"
     framework: str = "jax"
+
+
+class Taken(NamedTuple):
+    """What a step gives: lists of N tensors, and what it can tell.
+
+    Attributes:
+      outputs: the new parameters, or the updates.
+      first, second: the new moments.
+      trust: for each tensor [*layer_shape, 3], |p|, |u| and the ratio; or None.
+      grad_norm: the global norm of the scaled gradients before clipping, or None if nothing asked for it.
+      skipped: whether nothing changed, boolean scalar.
+    """
+
+    outputs: list
+    first: list
+    second: list
+    trust: list
+    grad_norm: Any
+    skipped: Any
+
+
+def take(
+    hyperparameters: dict[str, Any], count, params, grads, first, second, spec: Spec, variant: config.Variant, *, skip=None,
+    nonfinite: str = "propagate", options: Options = Options(), trust: bool = True, axes: tuple[Axes, Axes] = (None, None),
+) -> Taken:  # fmt: skip
+    """One LAMB step as users have it: the gradients' norm where it is needed, the scalars, and the step.
+
+    Args:
+      hyperparameters: learning_rate, b1, b2, eps, eps_root, weight_decay, and, each or None, grad_scale and max_grad_norm; numbers or traced scalars.
+      count: which step this is, from 1.
+      params, grads, first, second, spec, options, trust: as for `step`.
+      skip, nonfinite: as for `gradient_scale`.
+      axes: inside jax.shard_map and jax.pmap; those that split a tensor within a layer, as for `step`, and all, as for `grad_norm`.
+    """
+    within, every = axes
+    hyper = dict(hyperparameters)
+    clip, scale = hyper.pop("max_grad_norm"), hyper.pop("grad_scale")
+    scale, skipped, norm = gradient_scale(grads, scale, skip, clip, nonfinite, options, every)
+    scalars = reference.scalars(
+        **hyper, count=count, grad_scale=scale, skip=skipped, decay=variant.decay, bias_correction=variant.bias_correction
+    )
+    return Taken(*step(scalars, params, grads, first, second, spec, options, trust, within), norm, jnp.asarray(skipped, bool))
 
 
 def step(

@@ -318,7 +318,6 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
     norm, skipped, and the trust ratios that have an element."""
     import jax.numpy as jnp
 
-    from xla_lamb import reference
     from xla_lamb import step as fused
 
     options = fused.Options(implementation, framework="tensorflow")
@@ -328,17 +327,14 @@ def _export(tensors, moment_dtypes, decays, adapts, axes, variant, clip, nonfini
     def run(*operands):
         hyper = dict(zip(_HYPERPARAMETERS, operands))
         skip, iterations, *arrays = operands[len(_HYPERPARAMETERS) :]
-        p, g, m, v = (arrays[k * n : (k + 1) * n] for k in range(4))
-        max_grad_norm = hyper.pop("max_grad_norm") if clip else None
-        hyper.pop("max_grad_norm", None)
-        scale, skipped, norm = fused.gradient_scale(g, hyper.pop("grad_scale"), skip, max_grad_norm, nonfinite, options)
-        scalars = reference.scalars(
-            **hyper, count=iterations + 1, grad_scale=scale, skip=skipped, decay=variant.decay, bias_correction=variant.bias_correction
-        )
-        outputs, m, v, trust = fused.step(scalars, p, g, m, v, spec, options, stats)
-        norm = jnp.zeros(()) if norm is None else norm
-        iterations = jnp.where(skipped, iterations, iterations + 1)
-        return [iterations, *outputs, *m, *v, norm.astype(jnp.float32), jnp.asarray(skipped), *(x for x in trust if stats and x.size)]
+        lists = [arrays[k * n : (k + 1) * n] for k in range(4)]
+        if not clip:
+            hyper["max_grad_norm"] = None
+        taken = fused.take(hyper, iterations + 1, *lists, spec, variant, skip=skip, nonfinite=nonfinite, options=options, trust=stats)
+        norm = jnp.zeros(()) if taken.grad_norm is None else taken.grad_norm
+        iterations = jnp.where(taken.skipped, iterations, iterations + 1)
+        ratios = [x for x in taken.trust if stats and x.size]
+        return [iterations, *taken.outputs, *taken.first, *taken.second, norm.astype(jnp.float32), taken.skipped, *ratios]
 
     shapes = [shape for shape, _, _ in tensors]
     operands = [

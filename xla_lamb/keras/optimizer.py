@@ -594,30 +594,18 @@ def _tensorflow_step(optimizer, grads, variables, first, second, hyperparameters
 
 
 def _jax_step(optimizer, grads, variables, first, second, hyperparameters, call, skip, stats, aggregated):
-    import jax.numpy as jnp
-
-    from xla_lamb import reference
     from xla_lamb import step as fused
 
     options = fused.Options(config.implementation(call["implementation"]))
-    variant = call["variant"]
-    spec = fused.spec_of(variant, call["decays"], call["adapts"], call["layer_axes"])
+    spec = fused.spec_of(call["variant"], call["decays"], call["adapts"], call["layer_axes"])
     hyper = {name: _tensor(value) for name, value in hyperparameters.items()}
-    scale, skipped, _ = fused.gradient_scale(grads, hyper.pop("grad_scale"), skip, hyper.pop("max_grad_norm"), call["nonfinite"], options)
-    scalars = reference.scalars(
-        **hyper,
-        count=_tensor(optimizer.iterations) + 1,
-        grad_scale=scale,
-        skip=skipped,
-        decay=variant.decay,
-        bias_correction=variant.bias_correction,
-    )
-    values = lambda variables: [_tensor(v) for v in variables]
-    *results, trust = fused.step(scalars, values(variables), values(grads), values(first), values(second), spec, options, stats)
-    for targets, outputs in zip((variables, first, second), results):
+    count = _tensor(optimizer.iterations) + 1
+    lists = [[_tensor(x) for x in values] for values in (variables, grads, first, second)]
+    taken = fused.take(hyper, count, *lists, spec, call["variant"], skip=skip, nonfinite=call["nonfinite"], options=options, trust=stats)
+    for targets, outputs in zip((variables, first, second), taken):
         for target, output in zip(targets, outputs):
             target.assign(output)
-    return trust, jnp.asarray(skipped, bool)
+    return taken.trust, taken.skipped
 
 
 def add_variable_beside(optimizer, reference, name: str, dtype: str, initializer="zeros"):
