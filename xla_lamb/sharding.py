@@ -2,8 +2,8 @@
 
 Under jax.jit over a mesh nobody knows how tensors are split until XLA's partitioner has decided, and it gathers the operands of a custom call
 that it knows nothing about. jax.experimental.custom_partitioning is what tells it more: a Shardy rule says which axes belong together, and a function
-gets the shardings and returns the program of one device. It works for automatic and for explicit mesh axes, and from jax 0.5 on; jax.shard_map
-would need the shardings when the program is traced, which only explicit axes have, and GSPMD's rules are gone from newer releases.
+gets the shardings and returns the program of one device. It works for automatic and for explicit mesh axes, from jax 0.5 on (before 0.7, where Shardy
+was off, through GSPMD's rule). jax.shard_map would need the shardings when the program is traced, and only explicit axes have them then.
 
 Inside jax.shard_map and jax.pmap the axes have names that the caller gives: `reduce_over` is all that is needed.
 """
