@@ -195,3 +195,27 @@ def python(code, *args, path=ROOT, timeout=300, check=True, **env):
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+FIT = """
+import keras, numpy as np, xla_lamb.keras
+from xla_lamb.minimize import *
+def lamb(**options):
+    return xla_lamb.keras.Lamb(implementation="fused", **options)
+for layers, optimizer in {fits}:
+    dense = [keras.layers.Dense(40 + i % 3, activation="relu") for i in range(layers)]
+    model = keras.Sequential([keras.Input((40,)), *dense])
+    model.compile(eval(optimizer), loss="mse", jit_compile=True)
+    model.fit(np.ones((8, 40), "float32"), np.ones((8, model.output_shape[-1]), "float32"), batch_size=4, verbose=0)
+"""
+
+
+def train_steps(folder, backend, fits):
+    """The optimized HLO of Model.fit's train step for each of `fits`: (number of layers, code of the optimizer). XLA itself writes down each program
+    that it compiles, in a fresh process for all; LLVM, which comes after that, need not optimize."""
+    modules = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|one_step_on_data"
+    python(FIT.format(fits=fits), KERAS_BACKEND=backend, XLA_FLAGS=f"{modules} --xla_backend_optimization_level=0", JAX_PLATFORMS="cpu")
+    paths = sorted(Path(folder).glob("*after_optimizations.txt"), key=lambda path: int(re.search(r"module_(\d+)", path.name)[1]))
+    steps = [text for text in (path.read_text() for path in paths) if re.search("train_step|one_step_on_data", text.split("\n")[0])]
+    assert len(steps) == len(fits)
+    return steps

@@ -295,7 +295,7 @@ import sys
 sys.modules["optax"] = None  # an import of it fails
 from benchmarks import gpu_checks, gpu_speed
 lines = []
-for only in ("types float32 f", "updates optax", "variants nvlamb"):
+for only in ("types bfloat16 f", "updates optax b", "variants nvlamb"):
     assert gpu_checks.run("cpu", small=True, say=lines.append, only=only), lines
 print(gpu_speed.measure([(9,)], forms=("call",), rounds=1, least_copied=800)["missing"])
 """

@@ -1,6 +1,7 @@
 """xla_lamb.keras.Lamb: keras.optimizers.Lamb's numbers, variables and checkpoints, and what ours adds. On the TensorFlow backend; test_keras_jax.py runs
 this file once more on JAX."""
 
+import functools
 import json
 import warnings
 
@@ -43,6 +44,19 @@ def fit(optimizer, model=None, jit=BACKEND == "jax", epochs=1, **options):
     return model
 
 
+@functools.lru_cache(maxsize=None)
+def trained(kind, jit=BACKEND == "jax", **options):
+    """What many tests begin with or compare with, traced and compiled once: a model after fit, for reading alone."""
+    return fit(kind(**{"learning_rate": RATE, **options}), jit=jit)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget():
+    yield
+    trained.cache_clear()
+    excluded.cache_clear()
+
+
 def values(variables):
     return [np.asarray(ops.convert_to_numpy(v), np.float64) for v in variables]
 
@@ -63,48 +77,53 @@ def apart(a, b):
 
 SETTINGS = {
     "plain": {},
-    "decay, betas": dict(weight_decay=0.1, beta_1=0.8, beta_2=0.95, epsilon=1e-3),
-    "clipvalue, loss scale": dict(clipvalue=0.05, loss_scale_factor=128.0),
-    "global_clipnorm": dict(global_clipnorm=0.3),
-    "off, callable": dict(global_clipnorm=0.0, learning_rate=lambda: 3e-3),
-    "ema": dict(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "decay, betas, clipvalue, loss scale": dict(weight_decay=0.1, beta_1=0.8, beta_2=0.95, epsilon=1e-3, clipvalue=0.05, loss_scale_factor=128.0),
+    "off, ema, callable": dict(global_clipnorm=0.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, learning_rate=lambda: 3e-3),
     "accumulation, clipnorm": dict(gradient_accumulation_steps=2, clipnorm=0.1),
     "accumulation, ema": dict(gradient_accumulation_steps=3, weight_decay=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
-    "schedule": dict(learning_rate=keras.optimizers.schedules.PolynomialDecay(RATE, STEPS, 1e-3, power=2.0), weight_decay=0.1),
+    "schedule, global_clipnorm": dict(
+        learning_rate=keras.optimizers.schedules.PolynomialDecay(RATE, STEPS, 1e-3, power=2.0), weight_decay=0.1, global_clipnorm=0.3
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fit_like_keras(name):
     options = {"learning_rate": RATE, **SETTINGS[name]}
-    assert_alike(fit(Lamb(variant="keras", implementation="fused", **options)), fit(keras.optimizers.Lamb(**options)))
+    assert_alike(fit(Lamb(variant="keras", implementation="fused", **options)), trained(keras.optimizers.Lamb, **SETTINGS[name]))
 
 
-@pytest.mark.parametrize("name", ["decay, betas", "accumulation, clipnorm"])
+@pytest.mark.parametrize("name", ["decay, betas, clipvalue, loss scale", "accumulation, clipnorm"])
 def test_fit_with_jit_or_without(name):
-    """The other way than above: under jit_compile=True on TensorFlow, without on JAX."""
+    """The other way than above: under jit_compile=True on TensorFlow, without on JAX. The peer's numbers are the same either way."""
     options, jit = {"learning_rate": RATE, **SETTINGS[name]}, BACKEND == "tensorflow"
-    assert_alike(fit(Lamb(variant="keras", implementation="fused", **options), jit=jit), fit(keras.optimizers.Lamb(**options), jit=jit))
+    assert_alike(fit(Lamb(variant="keras", implementation="fused", **options), jit=jit), trained(keras.optimizers.Lamb, **SETTINGS[name]))
 
 
 def test_run_eagerly_like_keras():
-    models = []
-    for optimizer in (Lamb(RATE, variant="keras", weight_decay=0.1), keras.optimizers.Lamb(RATE, weight_decay=0.1)):
-        model = build()
-        model.compile(optimizer, loss="mse", run_eagerly=True)
-        models.append(fit(None, model))
-    assert_alike(*models)
+    model = build()
+    model.compile(Lamb(RATE, variant="keras", weight_decay=0.1), loss="mse", run_eagerly=True)
+    assert_alike(fit(None, model), trained(keras.optimizers.Lamb, weight_decay=0.1))
+
+
+def excluding(kind, **options):
+    """A model and its optimizer, which knows variables by themselves and by names."""
+    model, optimizer = build(), kind(RATE, weight_decay=0.3, **options)
+    optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[-2:], var_names=["bias", "gamma", "inner"])
+    return model, optimizer
+
+
+@functools.lru_cache(maxsize=None)
+def excluded():
+    model, optimizer = excluding(Lamb, variant="keras")
+    return fit(optimizer, model)
 
 
 def test_exclude_from_weight_decay_like_keras():
     """Keras searches the patterns in "kernel" on JAX and in "net/inner/kernel" on TensorFlow."""
-    models = []
-    for optimizer in (Lamb(RATE, variant="keras", weight_decay=0.3), keras.optimizers.Lamb(RATE, weight_decay=0.3)):
-        model = build()
-        optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[-2:], var_names=["bias", "gamma", "inner"])
-        models.append(fit(optimizer, model))
-    assert_alike(*models)
-    assert apart(fit(Lamb(RATE, variant="keras", weight_decay=0.3)), models[1]) > 1e-4
+    model, peer = excluding(keras.optimizers.Lamb)
+    assert_alike(excluded(), fit(peer, model))
+    assert apart(trained(Lamb, variant="keras", weight_decay=0.3), model) > 1e-4
 
 
 def test_loss_scale_optimizer_like_keras():
@@ -122,7 +141,8 @@ def test_loss_scale_optimizer_like_keras():
 
 
 def test_control_the_default_is_another_formula():
-    ours, peer = (fit(kind(RATE, weight_decay=0.1, epsilon=1e-6)) for kind in (Lamb, keras.optimizers.Lamb))
+    ours, peer = trained(Lamb, jit=True, weight_decay=0.1, epsilon=1e-7), trained(keras.optimizers.Lamb, weight_decay=0.1)
+    assert ours.optimizer.epsilon == peer.optimizer.epsilon
     assert apart(ours, peer) > 100 * NEAR
 
 
@@ -355,12 +375,10 @@ def test_custom_train_step():
             weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
             return {"loss": loss}, (weights, changed, slots, metrics)
 
-    models = []
-    for kind in (OnTensorFlow if BACKEND == "tensorflow" else OnJax, keras.Sequential):
-        model = kind([keras.Input((5,)), *build().layers])
-        models.append(fit(Lamb(RATE, weight_decay=0.1), model, jit=True))
-    helpers.assert_near(*(values(m.trainable_variables) for m in models), 1e-6)
-    assert apart(models[0], build()) > 1e-3
+    kind = OnTensorFlow if BACKEND == "tensorflow" else OnJax
+    model = fit(Lamb(RATE, weight_decay=0.1, epsilon=1e-7), kind([keras.Input((5,)), *build().layers], name="net"), jit=True)
+    helpers.assert_near(values(model.trainable_variables), values(trained(Lamb, jit=True, weight_decay=0.1, epsilon=1e-7).trainable_variables), 1e-6)
+    assert apart(model, build()) > 1e-3
 
 
 def test_learning_rate_can_be_set():
@@ -405,7 +423,7 @@ def test_trust_ratios():
     optimizer = Lamb(RATE, weight_decay=0.1, exclude_from_layer_adaptation=["norm"], layer_axes={"stack": 1})
     with pytest.raises(RuntimeError, match="record_trust_ratios"):
         optimizer.trust_ratios()
-    names = [v.name for v in fit(Lamb(RATE)).optimizer.variables]
+    names = [v.name for v in trained(Lamb).optimizer.variables]
     assert optimizer.record_trust_ratios() and not optimizer.record_trust_ratios()
     train(optimizer, params, grads)
     table = optimizer.trust_ratios()
@@ -457,20 +475,14 @@ def test_excluded_variables_are_known_by_identity():
 
 def test_exclusions_survive_saving(tmp_path):
     """Keras forgets what its own method excluded (trap 12)."""
-    options = dict(learning_rate=RATE, weight_decay=0.3, variant="keras")
-    models = []
-    for how in ("at once", "saved"):
-        model, optimizer = build(), Lamb(**options)
-        optimizer.exclude_from_weight_decay(var_list=[model.trainable_variables[0]], var_names=["bias"])
-        model.compile(optimizer, loss="mse")
-        if how == "saved":
-            optimizer.build(model.trainable_variables)
-            model.save(tmp_path / "fresh.keras")
-            model = keras.saving.load_model(tmp_path / "fresh.keras")
-            assert isinstance(model.optimizer, Lamb)
-        models.append(fit(None, model))
-    helpers.assert_near(values(models[1].trainable_variables), values(models[0].trainable_variables), 0)
-    assert apart(fit(Lamb(**options)), models[0]) > 1e-4
+    model, optimizer = excluding(Lamb, variant="keras")
+    model.compile(optimizer, loss="mse", jit_compile=BACKEND == "jax")
+    optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "fresh.keras")
+    model = keras.saving.load_model(tmp_path / "fresh.keras")
+    assert isinstance(model.optimizer, Lamb)
+    helpers.assert_near(values(fit(None, model).trainable_variables), values(excluded().trainable_variables), 0)
+    assert apart(trained(Lamb, variant="keras", weight_decay=0.3), excluded()) > 1e-4
 
 
 # Checkpoints, both ways -------------------------------------------------------------------------------------------------------
@@ -481,22 +493,30 @@ def test_checkpoints_of_keras_both_ways(tmp_path, form, schedule):
     """Saved in the middle by one, loaded by the other, and on: like one run of either."""
     rate = keras.optimizers.schedules.ExponentialDecay(RATE, 5, 0.9) if schedule else RATE
     kinds = dict(ours=lambda: Lamb(rate, variant="keras", weight_decay=0.1), peer=lambda: keras.optimizers.Lamb(rate, weight_decay=0.1))
-    whole = fit(kinds["peer"](), epochs=2)
+    models = {kind: fit(make()) for kind, make in kinds.items()}
+    files = {kind: tmp_path / f"{kind}-{form}" for kind in kinds}
+    half = {}
+    for kind, model in models.items():
+        model.save(files[kind]) if form.endswith(".keras") else model.save_weights(files[kind])
+        half[kind] = [values(model.trainable_variables), values(model.optimizer.variables)]
+    whole = [values(x) for x in (fit(None, models["peer"]).trainable_variables, models["peer"].optimizer.variables)]
     for first, second in (("peer", "ours"), ("ours", "peer")):
-        file = tmp_path / f"{first}-{second}-{form}"
-        model = fit(kinds[first]())
-        model.save(file) if form.endswith(".keras") else model.save_weights(file)
-        other = build()
-        other.compile(kinds[second](), loss="mse", jit_compile=BACKEND == "jax")
-        other.optimizer.build(other.trainable_variables)
-        other.load_weights(file)
+        other = models[second]  # compiled already
+        for v in (*other.trainable_variables, *other.optimizer.variables):
+            v.assign(np.zeros(v.shape))  # so that all there is comes from the file
+        other.load_weights(files[first])
         assert int(other.optimizer.iterations) == STEPS
-        assert_alike(other, model, 0)
-        assert_alike(fit(None, other), whole)
+        for variables, saved in zip((other.trainable_variables, other.optimizer.variables), half[first]):
+            helpers.assert_near(values(variables), saved, 0)
+        fit(None, other)
+        for variables, expected in zip((other.trainable_variables, other.optimizer.variables), whole):
+            helpers.assert_near(values(variables), expected, NEAR)
+    mine, theirs = (models[kind].optimizer.variables for kind in ("ours", "peer"))
+    assert [(v.name, tuple(v.shape), v.dtype) for v in mine] == [(v.name, tuple(v.shape), v.dtype) for v in theirs]
     if form.endswith(".keras"):
-        loaded = keras.saving.load_model(tmp_path / f"ours-peer-{form}")
-        assert loaded.optimizer.get_config() == model.optimizer.get_config()
-        helpers.assert_near(values(fit(None, loaded).trainable_variables), values(whole.trainable_variables), NEAR)
+        loaded = keras.saving.load_model(files["ours"])
+        assert isinstance(loaded.optimizer, Lamb) and loaded.optimizer.get_config() == models["ours"].optimizer.get_config()
+        helpers.assert_near(values(fit(None, loaded).trainable_variables), whole[0], NEAR)
 
 
 def test_from_keras_and_back(tmp_path):
@@ -529,7 +549,7 @@ def test_rate_or_schedule_may_change_over_a_checkpoint(tmp_path):
     """keras.optimizers.Lamb would skip the whole state then, since one variable is more or less."""
     rate, schedule = RATE, keras.optimizers.schedules.ExponentialDecay(RATE, 5, 0.9)
     for first, second in ((rate, schedule), (schedule, rate)):
-        model = fit(keras.optimizers.Lamb(first))
+        model = trained(keras.optimizers.Lamb, learning_rate=first)
         model.save_weights(tmp_path / "a.weights.h5")
         other = build()
         other.compile(Lamb(second), loss="mse")
@@ -541,7 +561,7 @@ def test_rate_or_schedule_may_change_over_a_checkpoint(tmp_path):
 
 def test_an_optimizer_that_is_not_built_leaves_the_weights_usable(tmp_path):
     """As in Keras: weights alone, for fine-tuning."""
-    fit(Lamb(RATE)).save_weights(tmp_path / "a.weights.h5")
+    trained(Lamb).save_weights(tmp_path / "a.weights.h5")
     other = build()
     other.compile(Lamb(RATE), loss="mse")
     with warnings.catch_warnings(record=True):
@@ -553,12 +573,12 @@ def test_an_optimizer_that_is_not_built_leaves_the_weights_usable(tmp_path):
 def test_tf_checkpoint_of_keras_both_ways(tmp_path):
     import tensorflow as tf
 
-    kinds = (lambda: Lamb(RATE, variant="keras"), lambda: keras.optimizers.Lamb(RATE))
-    for first, second in (kinds, kinds[::-1]):
-        model = fit(first())
+    ours, peer = functools.partial(Lamb, variant="keras", weight_decay=0.3), keras.optimizers.Lamb
+    before = trained(Lamb, variant="keras", weight_decay=0.3), trained(peer, weight_decay=0.1)
+    for model, second in zip(before, (peer, ours)):
         path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "checkpoint"))
         other = build()
-        other.compile(second(), loss="mse")
+        other.compile(second(RATE), loss="mse")
         other.optimizer.build(other.trainable_variables)
         tf.train.Checkpoint(model=other, optimizer=other.optimizer).read(path).assert_existing_objects_matched()
         assert_alike(other, model, 0)
@@ -626,9 +646,9 @@ def test_variables_of_other_types_and_axes():
 
 def test_checkpoint_of_another_model(tmp_path):
     """Nothing is taken of it."""
-    fit(Lamb(RATE)).save_weights(tmp_path / "a.weights.h5")
-    store = {str(i): np.asarray(v) for i, v in enumerate(fit(Lamb(RATE)).optimizer.variables)}
-    model = fit(Lamb(RATE))
+    trained(Lamb).save_weights(tmp_path / "a.weights.h5")
+    model = trained(Lamb)
+    store = {str(i): np.asarray(v) for i, v in enumerate(model.optimizer.variables)}
     before = values(model.optimizer.variables)
     bad = dict(store, **{"4": np.zeros(9, "float32")})
     with pytest.raises(ValueError, match=r"another model's: variable 4 has shape \(9,\), and .*bias_momentum has \(7,\)"):

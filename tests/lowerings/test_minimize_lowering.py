@@ -11,17 +11,10 @@ import helpers
 LAYERS = 34  # 68 variables: 2 groups of 64 on the CPU
 GROUPS = 2
 MATRIX = 40 * 40  # elements of the smallest kernel; activations are 4 * 42 at most
-
-FIT = """
-import keras, numpy as np, xla_lamb.keras
-from xla_lamb.minimize import ClipByGlobalNorm, LossScaling, MovingAverage, OptimizerWrapper
-def lamb():
-    return xla_lamb.keras.Lamb(implementation="fused")
-layers = [keras.layers.Dense(40 + i % 3, activation="relu") for i in range({layers})]
-model = keras.Sequential([keras.Input((40,)), *layers])
-model.compile({optimizer}, loss="mse", jit_compile=True)
-model.fit(np.ones((8, 40), "float32"), np.ones((8, model.output_shape[-1]), "float32"), batch_size=4, verbose=0)
-"""
+NEST = "LossScaling(ClipByGlobalNorm(lamb(), 1.0))"
+AVERAGED = "LossScaling(ClipByGlobalNorm(MovingAverage(lamb()), 1.0))"
+TRIPLED = "LossScaling(OptimizerWrapper(ClipByGlobalNorm(lamb(), 1.0), transform_gradients=lambda pairs: [(3 * g, v) for g, v in pairs]))"
+FEW = 10  # layers under AVERAGED and TRIPLED
 
 
 class Program:
@@ -82,17 +75,14 @@ class Program:
         return [name for name, (_, op, _, _) in self.entry.items() if op not in free and self.elements(name) >= MATRIX]
 
 
-def train_step(tmp_path, backend, optimizer, layers=LAYERS):
-    """XLA itself writes down the program that it compiles, in a process of its own."""
-    helpers.python(
-        FIT.format(layers=layers, optimizer=optimizer),
-        KERAS_BACKEND=backend,
-        XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step|one_step_on_data",
-        JAX_PLATFORMS="cpu",
-    )
-    texts = [path.read_text() for path in tmp_path.glob("*after_optimizations.txt")]
-    (step,) = [text for text in texts if re.search("train_step|one_step_on_data", text.split("\n")[0])]
-    return Program(step)
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """{(backend, optimizer): Program}"""
+    found = {}
+    for backend, other in (("tensorflow", AVERAGED), ("jax", TRIPLED)):
+        texts = helpers.train_steps(tmp_path_factory.mktemp(backend), backend, [(LAYERS, NEST), (FEW, other)])
+        found[backend, NEST], found[backend, other] = map(Program, texts)
+    return found
 
 
 def assert_only_the_calls_touch_gradients(program, layers=LAYERS, groups=GROUPS):
@@ -111,30 +101,29 @@ def assert_only_the_calls_touch_gradients(program, layers=LAYERS, groups=GROUPS)
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_loss_scaling_and_clipping_add_one_pass_that_reads(tmp_path, backend):
-    program = train_step(tmp_path, backend, "LossScaling(ClipByGlobalNorm(lamb(), 1.0))")
+def test_loss_scaling_and_clipping_add_one_pass_that_reads(programs, backend):
+    program = programs[backend, NEST]
     assert_only_the_calls_touch_gradients(program)
     assert program.passes() == []
     assert helpers.aliases(program.hlo) >= 3 * 2 * LAYERS  # weights and both moments in place
 
 
-def test_a_moving_average_adds_one_pass_over_weights_and_averages(tmp_path):
-    program = train_step(tmp_path, "tensorflow", "LossScaling(ClipByGlobalNorm(MovingAverage(lamb()), 1.0))", layers=10)
-    assert_only_the_calls_touch_gradients(program, layers=10, groups=1)
+def test_a_moving_average_adds_one_pass_over_weights_and_averages(programs):
+    program = programs["tensorflow", AVERAGED]
+    assert_only_the_calls_touch_gradients(program, layers=FEW, groups=1)
     passes = program.passes()
-    assert len(passes) == 10
+    assert len(passes) == FEW
     for name in passes:
         matrices = [x for x in program.entry[name][2] if program.elements(x) >= MATRIX]
         assert Counter(program.entry[x][1] for x in matrices) == {"get-tuple-element": 1, "parameter": 1}, name  # the new weight, the old average
-    assert helpers.aliases(program.hlo) >= 4 * 2 * 10
+    assert helpers.aliases(program.hlo) >= 4 * 2 * FEW
 
 
-def test_control_a_function_of_the_gradients_adds_passes(tmp_path):
+def test_control_a_function_of_the_gradients_adds_passes(programs):
     """They are multiplied in memory, and measured anew."""
-    tripled = "LossScaling(OptimizerWrapper(ClipByGlobalNorm(lamb(), 1.0), transform_gradients=lambda pairs: [(3 * g, v) for g, v in pairs]))"
-    program = train_step(tmp_path, "jax", tripled, layers=10)
-    assert len(program.passes()) == 10
+    program = programs["jax", TRIPLED]
+    assert len(program.passes()) == FEW
     assert len(program.calls("xla_lamb_grad_norm")) == 2
     assert any("fusion" in program.readers(g) for g in program.gradients())
     with pytest.raises(AssertionError):
-        assert_only_the_calls_touch_gradients(program, layers=10, groups=1)
+        assert_only_the_calls_touch_gradients(program, layers=FEW, groups=1)
