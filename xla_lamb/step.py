@@ -208,11 +208,11 @@ def _step_of_shards(vector, p, g, m, v, spec: Spec, dtype, options: Options, tru
     def bind(part, indices, *lists, sums=(), trust=False, into):
         """Puts the results like tensors `into` those kinds of results, and returns what is left."""
         flat = [x[i] for x in lists for i in indices]
-        values = lamb_p.bind(vector, *flat, *sums, part=part, spec=spec.select(indices), dtype=dtype, options=options, trust=trust)
+        values = iter(lamb_p.bind(vector, *flat, *sums, part=part, spec=spec.select(indices), dtype=dtype, options=options, trust=trust))
         for kind in into:
             for i in indices:
-                results[kind][i] = values.pop(0)
-        return values
+                results[kind][i] = next(values)
+        return list(values)
 
     groups: dict[tuple, list[int]] = {}
     for i, names in enumerate(axes):
