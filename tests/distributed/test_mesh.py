@@ -412,6 +412,52 @@ def test_what_xla_cannot_partition_takes_the_reference(monkeypatch):
             jax.jit(way(fused)).lower(p, state_of(fused, p, m, v), g)
 
 
+CACHE = """
+import sys
+import jax, numpy as np, xla_lamb
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+seen = []
+jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rsplit("/")[-1]))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+params = jax.device_put([np.ones((8, 6), np.float32)], NamedSharding(mesh, P("data")))
+
+
+def step(p, axis_name=None):
+    opt = xla_lamb.lamb(0.01, axis_name=axis_name)
+    return opt.step(p, opt.init(p), p)[0]
+
+
+def found(function):
+    jax.clear_caches()
+    seen.clear()
+    jax.jit(function).lower(params).compile()
+    return "cache_hits" in seen
+
+
+named = jax.shard_map(lambda p: step(p, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+print([found(step) for _ in range(3)][1:], [found(named) for _ in range(3)][1:])
+"""
+
+
+def test_known_limit_jax_finds_no_partitioned_program_in_its_persistent_cache(tmp_path):
+    """Inside jax.shard_map, where XLA partitions nothing, it does. When this fails the README has a limit less."""
+    run = helpers.python(CACHE, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    assert run.stdout == "[False, False] [True, True]\n"
+
+
+def test_known_limit_a_mesh_without_devices():
+    spec = NamedSharding(jax.sharding.AbstractMesh((8,), ("data",)), P("data"))
+    params = [jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=spec)]
+    opt = xla_lamb.lamb(RATE)
+    step = jax.jit(lambda p: opt.step(p, opt.init(p), p)).trace(params)
+    with pytest.raises(ValueError, match="AbstractMesh cannot be used"):
+        step.lower(lowering_platforms=("cpu",))
+
+
 def test_the_same_bits_in_every_run_and_all_of_them_where_a_step_is_skipped():
     mesh, shapes, specs = mesh42(), [(512, 24), (400, 16), (7,)], [P("data", "model"), P(("model", "data")), P()]
     before = random_step(shapes)
