@@ -131,6 +131,7 @@ def compile_step(
 
     def place(tree, specs):
         """The leaves with the specs of the parameters, in turn; a state has first its count."""
+
         def one(x, spec):
             spec = jax.sharding.PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
